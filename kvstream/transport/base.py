@@ -1,0 +1,206 @@
+"""The transport contract: what a connection between two workers promises, whatever carries it.
+
+A connection carries data one way: the side that dialed is the *source*, the side that listened the
+*destination*; control messages go both ways. A transport moves bytes between *slots* (fixed-size staging
+buffers that belong to one connection) and knows nothing of streams, layers or pools: the runtime gathers KV
+blocks into a slot on the source and scatters them out of a slot on the destination, so that the memory of the
+user's pool is never in the hands of an asynchronous operation.
+
+Life of a slot (the source keeps the account of which of its slots are free):
+
+    source:       view = write_view(slot); gather into view; generation = await publish(slot, nbytes)
+                  (the runtime tells the peer: slot, generation, nbytes)
+    destination:  view = await take(slot, generation, nbytes); scatter from view; check(slot, generation)
+                  (the runtime confirms, the source may reuse the slot)
+
+`tests/contract/transport_suite.py` is this text as tests; every transport and every lane passes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "LANES",
+    "MAX_MESSAGE",
+    "ByteView",
+    "Connection",
+    "Lane",
+    "ListenAddress",
+    "StagingBudget",
+    "Transport",
+]
+
+Lane = Literal["shared", "get", "put", "local"]
+"""How bytes move: `shared` slots of one host, `get` by the destination, `put` by the source, `local` in one process."""
+
+LANES: tuple[Lane, ...] = ("shared", "get", "put")
+"""The lanes of the UCX transport, in the order in which `auto` prefers them."""
+
+MAX_MESSAGE = 8192
+"""Largest control message in bytes."""
+
+ByteView = npt.NDArray[np.uint8]
+
+
+class ListenAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a transport listens, as published in the registry.
+
+    `host_id` is equal for two processes exactly when they share one host's network and shared memory (boot id and
+    network namespace). `scope` is the interface that was asked for: "loopback", or the address listened on.
+    `get_port` is the listener for connections whose lane is `get` (0: none), see the UCX transport.
+    """
+
+    transport: str
+    host: str
+    port: int
+    host_id: str
+    scope: str = "loopback"
+    get_port: int = 0
+
+
+class StagingBudget:
+    """The process's cap on staging memory, in bytes; connections take their slots out of it and give them back.
+
+    Memory of a connection whose fence has not been reached stays taken (`quarantined`), so a frozen peer can't
+    make the process grow: beyond the cap new connections are refused.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self.quarantined = 0
+
+    def take(self, nbytes: int) -> bool:
+        """Take `nbytes`; False (and nothing taken) when that would pass the limit."""
+        if self.used + nbytes > self.limit:
+            return False
+        self.used += nbytes
+        return True
+
+    def give_back(self, nbytes: int) -> None:
+        """Return bytes taken before. Returning more than is taken is a bug and raises ValueError."""
+        if nbytes > self.used:
+            raise ValueError(f"staging budget: giving back {nbytes} of {self.used} bytes taken")
+        self.used -= nbytes
+
+
+class Connection(ABC):
+    """One connection between two workers. All methods are called on the event loop's thread.
+
+    Control messages arrive whole, once, in order, until the connection is lost. `on_lost` fires exactly once, with
+    a PeerLost (or ProtocolError) that says why, also after a local `close` or `fence`; no message is delivered
+    after it. An operation (`publish`, `take`) that can't complete ends with PeerLost; none is left pending by a loss.
+    """
+
+    dialed: bool
+    """True on the source (the side that dialed)."""
+    peer_address: str
+    """The other side, for messages and logs."""
+    lane: Lane | None
+    """Set by accept_lane (destination) or open_lane (source); None before."""
+    slots: int
+    """Number of slots of the lane; 0 before the lane is set."""
+    slot_bytes: int
+    """Size of a slot."""
+    lost: bool
+
+    # -- control messages
+
+    @abstractmethod
+    def start(self, on_message: Callable[[bytes], None], on_lost: Callable[[Exception], None]) -> None:
+        """Begin delivery. Messages that came before are kept (bounded) and delivered from the loop, not from within."""
+
+    @abstractmethod
+    def send(self, message: bytes) -> None:
+        """Queue a control message (at most MAX_MESSAGE bytes, else ValueError). Never blocks, never waits behind bulk.
+
+        A message to a lost connection is dropped: `on_lost` has told, or will tell. When more than a bounded
+        number of messages is unsent the connection is lost (the peer does not read).
+        """
+
+    # -- lane negotiation: offer_lanes -> (Hello) -> accept_lane -> (Welcome) -> open_lane
+
+    @abstractmethod
+    def offer_lanes(self, allowed: tuple[Lane, ...], slots: int, slot_bytes: int) -> bytes:
+        """Source: set up own staging and describe it, for the peer's accept_lane. Opaque, at most 2048 bytes.
+
+        Raises Refused when the staging budget is exhausted, ConfigError when no allowed lane can work here.
+        """
+
+    @abstractmethod
+    def accept_lane(self, offer: bytes, allowed: tuple[Lane, ...]) -> bytes:
+        """Destination: pick the first lane, in preference order, that both sides allow and that is *proven* to work
+        here (shared memory really opened and recognised, for example). Sets lane, slots and slot_bytes, and returns
+        the opaque answer for open_lane. Raises ConfigError naming why each lane was not possible, Refused when the
+        staging budget is exhausted, ProtocolError for garbage."""
+
+    @abstractmethod
+    def open_lane(self, answer: bytes) -> None:
+        """Source: apply the peer's choice. Sets lane, slots and slot_bytes. Raises ProtocolError for garbage."""
+
+    # -- bytes, source side
+
+    @abstractmethod
+    def write_view(self, slot: int) -> ByteView:
+        """Source: the slot's memory, `slot_bytes` long, to gather into. Invalidates what was published in it before:
+        a destination still reading the old content finds out in `check`."""
+
+    @abstractmethod
+    def publish(self, slot: int, nbytes: int) -> asyncio.Future[int]:
+        """Source: make the slot's first `nbytes` readable by the peer and return the slot's new generation.
+
+        Resolves when a notification sent afterwards can't overtake the bytes (put: written and flushed). Already
+        done on return where nothing has to be awaited. Cancelling the future does not stop bytes; only fence does.
+        """
+
+    # -- bytes, destination side
+
+    @abstractmethod
+    def take(self, slot: int, generation: int, nbytes: int) -> asyncio.Future[ByteView]:
+        """Destination: bring the bytes within reach and return them as a read-only view, valid until the slot is
+        confirmed. Slot and nbytes come from the peer: out of range ends with ProtocolError, a generation that
+        does not match what is there with Corrupted."""
+
+    @abstractmethod
+    def check(self, slot: int, generation: int) -> bool:
+        """Destination: after the scatter, whether the slot held that generation all the time. False: the bytes
+        that were scattered are not to be believed."""
+
+    # -- end
+
+    @abstractmethod
+    async def fence(self) -> None:
+        """Close, and return only when no byte can move under this connection any more, in either direction, and every
+        operation of this side has its final result. Then the staging memory goes back to the budget.
+        Idempotent; bounded; a cancelled fence can be awaited again, and completes in the background regardless."""
+
+
+class Transport(ABC):
+    """A listener plus a dialer. One per runtime."""
+
+    name: str
+    budget: StagingBudget
+
+    @abstractmethod
+    async def start(self, on_connection: Callable[[Connection], None]) -> ListenAddress:
+        """Listen. `on_connection` gets each accepted connection (destination side), from the loop.
+        Raises ConfigError when the interface or the library is missing, naming the remedy."""
+
+    @abstractmethod
+    async def dial(self, address: ListenAddress, lanes: tuple[Lane, ...]) -> Connection:
+        """Connect to a peer's listener; returns when the peer's listener has answered or raises PeerLost.
+        `lanes` are those the caller will allow (it decides which of the peer's ports is dialed).
+        Raises ConfigError when `address` listens on loopback only and is on another host. Cancellation leaves
+        nothing behind. The caller sets the deadline (asyncio.timeout)."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Stop listening, fence every connection, release everything. Idempotent."""
