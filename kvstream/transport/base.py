@@ -112,6 +112,10 @@ class Connection(ABC):
     """Size of a slot."""
     lost: bool
 
+    @abstractmethod
+    def describe(self) -> str:
+        """What carries the bytes of this connection, for logs and `doctor`: "tcp/lo", for example."""
+
     # -- control messages
 
     @abstractmethod
@@ -151,7 +155,7 @@ class Connection(ABC):
     @abstractmethod
     def write_view(self, slot: int) -> ByteView:
         """Source: the slot's memory, `slot_bytes` long, to gather into. Invalidates what was published in it before:
-        a destination still reading the old content finds out in `check`."""
+        a destination still reading the old content finds out in `check`. Raises PeerLost on a lost connection."""
 
     @abstractmethod
     def publish(self, slot: int, nbytes: int) -> asyncio.Future[int]:
@@ -175,6 +179,14 @@ class Connection(ABC):
         that were scattered are not to be believed."""
 
     # -- end
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lose the connection from this side, at once and without waiting. Idempotent.
+
+        Messages that came in but were not delivered are dropped, messages queued just before may be lost. Bytes may
+        still move: only `fence`, which has to follow, ends that.
+        """
 
     @abstractmethod
     async def fence(self) -> None:

@@ -1,0 +1,71 @@
+"""The settings of a runtime: one frozen tree of msgspec structs with defaults that work.
+
+It holds values and their validation only; who reads files, environment and flags builds one of these.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvstream.errors import ConfigError
+
+__all__ = ["RuntimeConfig"]
+
+MiB = 1 << 20
+
+
+class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Times are in seconds, sizes in bytes. Every limit that bounds memory or a wait has its name here."""
+
+    # -- staging
+    slots: int = 8
+    """Staging slots per connection: how many chunks may be between gather and confirmation."""
+    slot_bytes: int = 1 * MiB
+    """Size of a slot; raised to one KV block where a block is larger. Gather and scatter of a slot run on the loop."""
+    staging_limit: int = 1024 * MiB
+    """Cap on the staging memory of all connections of the process, quarantined memory included."""
+
+    # -- bounds on streams
+    max_streams: int = 16384
+    """Live streams per runtime and direction; beyond it `send` raises Refused and offers are refused."""
+    max_pending_offers: int = 1024
+    """Offers that wait for a receive() or an on_offer handler's answer."""
+    offer_wait: float = 10.0
+    """How long an offer waits for an answer before it is refused."""
+
+    # -- waits
+    deadline: float = 60.0
+    """Deadline of a stream that names none."""
+    connect_timeout: float = 2.0
+    """Dialing and handshake together."""
+    end_wait: float = 0.5
+    """How long a destination that has everything waits for the source's last word before `done` is provisional."""
+    close_wait: float = 2.0
+    """Bound on each step of closing a runtime."""
+
+    # -- liveness
+    beat_interval: float = 0.25
+    """A side with live streams on a connection says something at least this often."""
+    stall_timeout: float = 5.0
+    """A connection that was silent for this long while it had live streams is given up as PeerLost."""
+    idle_timeout: float = 120.0
+    """A connection without streams is closed by its source after this time."""
+
+    # -- registry
+    lease_ttl: float = 3.0
+    """Time to live of the registration (whole seconds); it is renewed three times as often."""
+    broker_timeout: float = 2.0
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            if getattr(self, field) <= 0:
+                raise ConfigError(field, f"must be greater than zero, is {getattr(self, field)}")
+        if self.slots > 4096:
+            raise ConfigError("slots", f"must be at most 4096, is {self.slots}")
+        if self.stall_timeout < 2 * self.beat_interval:
+            raise ConfigError(
+                "stall_timeout",
+                f"must be at least two beat intervals ({2 * self.beat_interval} s), is {self.stall_timeout} s",
+            )
+        if self.lease_ttl < 1 or self.lease_ttl != int(self.lease_ttl):
+            raise ConfigError("lease_ttl", f"must be whole seconds, at least 1 (NATS), is {self.lease_ttl}")

@@ -1,0 +1,521 @@
+"""Array memory of any origin, reduced to addresses and strides, and the copying of KV blocks in and out of it.
+
+`describe` turns what an engine hands over (NumPy, CuPy, torch, DLPack, the array interfaces, a plain buffer) into a
+`Region`; `HostOps` and `CupyOps` turn regions into `LayerMemory`, which gathers and scatters blocks. No checks of
+ids or sizes happen here: that is the pool's part. Nothing here copies an engine's array, and neither CuPy nor torch
+is imported unless an array already comes from it or the caller names a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstream.errors import ConfigError
+
+__all__ = ["ArrayOps", "LayerMemory", "Region", "describe", "disjoint", "open_device", "self_overlapping"]
+
+Bytes = npt.NDArray[np.uint8]
+Ids = npt.NDArray[np.intp]
+
+# Temporaries of a gather from strided memory: small enough for the second-level cache.
+_CHUNK_BYTES: Final = 128 * 1024
+_PAGE_BYTES: Final = 4096
+
+_DLPACK_HOST: Final = (1, 3)  # kDLCPU, kDLCUDAHost
+_DLPACK_CUDA: Final = (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Strided memory: where each element of an array is.
+
+    `shape` counts elements of `itemsize` bytes, `strides` are in bytes and may be negative, `address` is that of the
+    element with all indices zero. `dtype` is the element type's NumPy name, `device` "cpu" or "cuda:N". `owner` is
+    whatever keeps the memory alive.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    dtype: str
+    device: str
+    writable: bool
+    owner: object
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """First byte and one past the last byte."""
+        spans = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
+        low = self.address + sum(span for span in spans if span < 0)
+        return low, self.address + sum(span for span in spans if span > 0) + self.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes in one entry of the first axis."""
+        return math.prod(self.shape[1:]) * self.itemsize
+
+
+def self_overlapping(region: Region) -> bool:
+    """Whether two elements may share a byte.
+
+    Sufficient, not exact: every stride must step over all that the smaller strides span, which holds for each
+    slice, transposition and interleaving of a dense array. Exactness would cost an integer programme.
+    """
+    return not _nested(region.shape, region.strides, region.itemsize)
+
+
+def disjoint(a: Region, b: Region) -> bool:
+    """Whether no byte belongs to both. Sufficient, not exact: interleaved regions must have equal strides."""
+    (a_low, a_high), (b_low, b_high) = a.extent, b.extent
+    if a_high <= b_low or b_high <= a_low:
+        return True
+    if (a.shape, a.strides, a.itemsize) != (b.shape, b.strides, b.itemsize):
+        return False
+    # The two are then one array with one more axis, of length two, from the one to the other.
+    return _nested((2, *a.shape), (b.address - a.address, *a.strides), a.itemsize)
+
+
+def _nested(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    span = itemsize
+    for stride, n in sorted((abs(stride), n) for n, stride in zip(shape, strides, strict=True) if n > 1):
+        if stride < span:
+            return False
+        span += (n - 1) * stride
+    return True
+
+
+# --- what engines hand over -------------------------------------------------------------------------------------
+
+
+def describe(array: object, field: str) -> Region:
+    """Where the elements of `array` are, without copying or changing it. Raises ConfigError naming `field`."""
+    if isinstance(array, np.ndarray):
+        known = cast("npt.NDArray[Any]", array)
+        return _from_numpy(known, owner=known, field=field)
+    if all(hasattr(array, name) for name in ("data_ptr", "stride", "element_size")):
+        return _from_torch(array, field)
+    if (interface := getattr(array, "__cuda_array_interface__", None)) is not None:
+        return _from_cuda_interface(array, interface)
+    if hasattr(array, "__array_interface__"):
+        return _from_numpy(np.asarray(array), owner=array, field=field)
+    try:
+        view = memoryview(cast("bytes", array))
+    except TypeError:
+        pass
+    else:
+        return _from_numpy(np.asarray(view), owner=array, field=field)
+    if hasattr(array, "__dlpack__"):
+        return _from_dlpack(array, field)
+    raise ConfigError(
+        field,
+        f"{type(array).__name__} is no array: pass NumPy, CuPy or torch arrays, or objects with DLPack, an array "
+        "interface or the buffer protocol",
+    )
+
+
+def _from_numpy(array: npt.NDArray[Any], *, owner: object, field: str) -> Region:
+    if not array.dtype.isnative:
+        raise ConfigError(field, f"dtype {array.dtype.str} is not in this machine's byte order")
+    return Region(
+        address=array.ctypes.data,
+        shape=array.shape,
+        strides=array.strides,
+        itemsize=array.dtype.itemsize,
+        dtype=array.dtype.name,
+        device="cpu",
+        writable=array.flags.writeable,
+        owner=owner,
+    )
+
+
+def _from_torch(tensor: Any, field: str) -> Region:
+    # Not through DLPack or __cuda_array_interface__: they lack bfloat16 or fp8, or refuse tensors with gradients.
+    # Torch names its dtypes as NumPy and ml_dtypes do: "torch.bfloat16".
+    kind = str(tensor.device.type)
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(field, f"is on the device {kind}; only cpu and cuda memory can be moved")
+    itemsize = int(tensor.element_size())
+    return Region(
+        address=int(tensor.data_ptr()),
+        shape=tuple(int(n) for n in tensor.shape),
+        strides=tuple(int(n) * itemsize for n in tensor.stride()),
+        itemsize=itemsize,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        device="cpu" if kind == "cpu" else f"cuda:{tensor.device.index or 0}",
+        writable=True,
+        owner=tensor,
+    )
+
+
+def _from_cuda_interface(array: object, interface: Mapping[str, Any]) -> Region:
+    dtype = np.dtype(interface["typestr"])
+    address, read_only = interface["data"]
+    shape = tuple(int(n) for n in interface["shape"])
+    strides = interface.get("strides")
+    device = _import_cupy().cuda.runtime.pointerGetAttributes(address).device
+    # CuPy names ml_dtypes' types in its dtype only; the interface calls bfloat16 "<V2".
+    name = getattr(getattr(array, "dtype", None), "name", None)
+    return Region(
+        address=int(address),
+        shape=shape,
+        strides=tuple(strides) if strides is not None else _c_strides(shape, dtype.itemsize),
+        itemsize=dtype.itemsize,
+        dtype=name if isinstance(name, str) else dtype.name,
+        device=f"cuda:{device}",
+        writable=not read_only,
+        owner=array,
+    )
+
+
+def _from_dlpack(array: Any, field: str) -> Region:
+    kind = int(array.__dlpack_device__()[0])
+    try:
+        if kind in _DLPACK_HOST:
+            return _from_numpy(np.from_dlpack(array), owner=array, field=field)
+        if kind in _DLPACK_CUDA:
+            view = _import_cupy().from_dlpack(array)
+            return _from_cuda_interface(view, view.__cuda_array_interface__)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise ConfigError(field, f"can't be read through DLPack ({error}); pass a view of it as bytes") from error
+    raise ConfigError(field, f"is on DLPack device {kind}; only host and CUDA memory can be moved")
+
+
+def _c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    strides: list[int] = []
+    for n in reversed(shape):
+        strides.append(itemsize)
+        itemsize *= n
+    return tuple(reversed(strides))
+
+
+# --- copying blocks ---------------------------------------------------------------------------------------------
+
+
+class LayerMemory(Protocol):
+    """The KV blocks of one layer, as bytes. Ids and shapes are the caller's responsibility."""
+
+    def gather(self, ids: Ids, out: Bytes) -> None:
+        """Copy the blocks `ids` (n,) into `out` (n, block_bytes), C-contiguous host memory."""
+        ...
+
+    def scatter(self, ids: Ids, data: Bytes) -> None:
+        """Copy `data` (n, block_bytes), C-contiguous host memory, into the blocks `ids` (n,)."""
+        ...
+
+
+class ArrayOps(Protocol):
+    """Memory of one device."""
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda:N"."""
+        ...
+
+    def zeros(self, nbytes: int) -> Any:
+        """A new zero-filled uint8 array, shape (nbytes,), on this device. Raises MemoryError."""
+        ...
+
+    def typed(self, raw: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+        """A contiguous uint8 array seen as `dtype`, or as unsigned ints where the device's library lacks it."""
+        ...
+
+    def layer(self, parts: Sequence[Region]) -> LayerMemory:
+        """One layer whose blocks are the entries of `parts`, side by side in this order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """A region as an array of unsigned ints of `unit` bytes, its inner axes merged as far as their strides allow."""
+
+    unit: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def dense_blocks(self) -> bool:
+        """Whether each block is one run of bytes."""
+        return len(self.shape) == 2
+
+    @property
+    def typestr(self) -> str:
+        return np.dtype(f"u{self.unit}").str
+
+
+def _grid(region: Region, *, widest: int) -> _Grid:
+    """Elements become bytes, bytes become the widest ints (up to `widest`) that every stride and run allows."""
+    axes: list[tuple[int, int]] = []
+    for n, stride in zip((*region.shape[1:], region.itemsize), (*region.strides[1:], 1), strict=True):
+        if n == 1:
+            continue
+        if axes and axes[-1][1] == n * stride:
+            axes[-1] = (axes[-1][0] * n, stride)
+        else:
+            axes.append((n, stride))
+    if not axes or axes[-1][1] != 1:
+        axes.append((1, 1))
+    run = axes.pop()[0]
+    steps = (region.strides[0], *(stride for _, stride in axes))
+    unit = math.gcd(widest, run, region.address, *steps)
+    return _Grid(
+        unit=unit,
+        shape=(region.shape[0], *(n for n, _ in axes), run // unit),
+        strides=(*steps, unit),
+    )
+
+
+class _HostView:
+    """Lends a region to NumPy, which keeps this object, and so the memory's owner, alive."""
+
+    def __init__(self, region: Region, grid: _Grid) -> None:
+        self.owner = region.owner
+        self.__array_interface__ = _interface(region, grid)
+
+
+class _CudaView:
+    """Lends a region to CuPy, which keeps this object, and so the memory's owner, alive."""
+
+    def __init__(self, region: Region, grid: _Grid) -> None:
+        self.owner = region.owner
+        self.__cuda_array_interface__ = _interface(region, grid)
+
+
+def _interface(region: Region, grid: _Grid) -> Mapping[str, object]:
+    return {
+        "data": (region.address, False),
+        "shape": grid.shape,
+        "strides": grid.strides,
+        "typestr": grid.typestr,
+        "version": 3,
+    }
+
+
+class HostOps:
+    """Host memory, through NumPy."""
+
+    __slots__ = ()
+
+    device = "cpu"
+
+    def zeros(self, nbytes: int) -> Bytes:
+        raw = np.empty(nbytes + _PAGE_BYTES, np.uint8)
+        start = -raw.ctypes.data % _PAGE_BYTES
+        slab = raw[start : start + nbytes]
+        # Written, not np.zeros: the pages exist from now on, and no page fault lands in the event loop later.
+        slab.fill(0)
+        return slab
+
+    def typed(self, raw: Bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        return raw.view(dtype).reshape(shape)
+
+    def layer(self, parts: Sequence[Region]) -> LayerMemory:
+        return _HostLayer(parts)
+
+
+class _HostLayer:
+    """Blocks in host memory.
+
+    Three ways to gather, fastest first: ids that are one ascending run are a slice; blocks that are rows of one
+    dense table go through np.take with `out=`; the rest through fancy indexing, in chunks. (np.take copies the
+    whole of a source that is not C-contiguous first: a hundred times slower, which is why the table matters.)
+    """
+
+    __slots__ = ("_columns", "_parts", "_table")
+
+    def __init__(self, parts: Sequence[Region]) -> None:
+        grids = [_grid(part, widest=8) for part in parts]
+        self._parts = [np.asarray(_HostView(part, grid)) for part, grid in zip(parts, grids, strict=True)]
+        self._columns = _columns(parts)
+        self._table = _RowTable.over(parts, grids)
+
+    def gather(self, ids: Ids, out: Bytes) -> None:
+        run = _ascending_run(ids)
+        if run is None and self._table is not None:
+            self._table.take(ids, out)
+            return
+        for memory, columns in zip(self._parts, self._columns, strict=True):
+            rows = _shaped(out[:, columns], memory)
+            if run is not None:
+                rows[...] = memory[run]
+                continue
+            step = max(1, _CHUNK_BYTES // (columns.stop - columns.start))
+            for start in range(0, len(ids), step):
+                rows[start : start + step] = memory[ids[start : start + step]]
+
+    def scatter(self, ids: Ids, data: Bytes) -> None:
+        run = _ascending_run(ids)
+        for memory, columns in zip(self._parts, self._columns, strict=True):
+            memory[ids if run is None else run] = _shaped(data[:, columns], memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowTable:
+    """All parts of all blocks as rows of one C-contiguous table: part p of block i is row i * step + first[p].
+
+    So interleaved layers, and K and V in one tensor, whatever its axes, still go through np.take at full speed.
+    Rows between, which belong to others, are never read.
+    """
+
+    rows: Bytes
+    step: int
+    first: Ids
+
+    @staticmethod
+    def over(parts: Sequence[Region], grids: Sequence[_Grid]) -> _RowTable | None:
+        """The table over `parts`, or None where their blocks are no rows of one."""
+        row = parts[0].block_bytes
+        stride = parts[0].strides[0]
+        blocks = parts[0].shape[0]
+        if blocks == 1:
+            return None  # one block is always a run
+        if any(not grid.dense_blocks for grid in grids) or stride < row or stride % row:
+            return None
+        base = min(part.address for part in parts)
+        offsets = [part.address - base for part in parts]
+        if any(part.strides[0] != stride or part.block_bytes != row for part in parts) or any(
+            offset % row for offset in offsets
+        ):
+            return None
+        # The table must not span memory that belongs to nobody: parts that lie apart are gathered one by one.
+        extents = sorted(part.extent for part in parts)
+        if any(later[0] > earlier[1] for earlier, later in pairwise(extents)):
+            return None
+        end = max(high for _, high in extents)
+        whole = Region(base, ((end - base) // row, row), (row, 1), 1, "uint8", "cpu", True, parts)
+        rows = np.asarray(_HostView(whole, _Grid(1, whole.shape, whole.strides)))
+        return _RowTable(rows, stride // row, np.array([offset // row for offset in offsets], np.intp))
+
+    def take(self, ids: Ids, out: Bytes) -> None:
+        index = ids if self.step == 1 and len(self.first) == 1 else (ids[:, None] * self.step + self.first).ravel()
+        # mode="clip" writes straight into `out`; the default, "raise", would buffer all of it.
+        np.take(self.rows, index, axis=0, out=out.reshape(len(index), -1), mode="clip")
+
+
+class CupyOps:
+    """Memory of one GPU, through CuPy. Copies run on the calling thread's current stream and end before the return."""
+
+    __slots__ = ("_cupy", "_index")
+
+    def __init__(self, cupy: Any, index: int) -> None:
+        self._cupy = cupy
+        self._index = index
+
+    @property
+    def device(self) -> str:
+        return f"cuda:{self._index}"
+
+    def zeros(self, nbytes: int) -> Any:
+        with self._cupy.cuda.Device(self._index):
+            return self._cupy.zeros(nbytes, np.uint8)
+
+    def typed(self, raw: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+        # ml_dtypes' types are of kind "V"; CuPy has no kernels for them, or only for some.
+        known = dtype if dtype.kind in "fiu" else np.dtype(f"u{dtype.itemsize}")
+        with self._cupy.cuda.Device(self._index):
+            return raw.view(known).reshape(shape)
+
+    def layer(self, parts: Sequence[Region]) -> LayerMemory:
+        return _CupyLayer(self._cupy, self._index, parts)
+
+
+class _CupyLayer:
+    """Blocks on a GPU: gathered into one dense device array there, and only then copied, in one piece."""
+
+    __slots__ = ("_columns", "_cupy", "_index", "_parts")
+
+    def __init__(self, cupy: Any, index: int, parts: Sequence[Region]) -> None:
+        self._cupy = cupy
+        self._index = index
+        self._columns = _columns(parts)
+        with cupy.cuda.Device(index):
+            self._parts = [cupy.asarray(_CudaView(part, _grid(part, widest=8))) for part in parts]
+
+    def gather(self, ids: Ids, out: Bytes) -> None:
+        cupy = self._cupy
+        with cupy.cuda.Device(self._index):
+            select = self._select(ids)
+            # Advanced indexing gives a new C-contiguous array, a slice perhaps a strided view.
+            dense = [
+                cupy.ascontiguousarray(memory[select]).view(np.uint8).reshape(len(ids), -1) for memory in self._parts
+            ]
+            whole = dense[0] if len(dense) == 1 else cupy.concatenate(dense, axis=1)
+            whole.get(out=out)
+            cupy.cuda.get_current_stream().synchronize()
+
+    def scatter(self, ids: Ids, data: Bytes) -> None:
+        cupy = self._cupy
+        with cupy.cuda.Device(self._index):
+            select = self._select(ids)
+            whole = cupy.asarray(data)
+            for memory, columns in zip(self._parts, self._columns, strict=True):
+                part = cupy.ascontiguousarray(whole[:, columns])
+                memory[select] = part.view(memory.dtype).reshape(len(ids), *memory.shape[1:])
+            # The caller may reuse `data`, and read the blocks on any stream, as soon as this returns.
+            cupy.cuda.get_current_stream().synchronize()
+
+    def _select(self, ids: Ids) -> Any:
+        run = _ascending_run(ids)
+        return self._cupy.asarray(ids) if run is None else run
+
+
+def _columns(parts: Sequence[Region]) -> list[slice]:
+    """The bytes of each part within a block on the wire."""
+    columns: list[slice] = []
+    start = 0
+    for part in parts:
+        columns.append(slice(start, start + part.block_bytes))
+        start += part.block_bytes
+    return columns
+
+
+def _shaped(rows: Bytes, memory: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """`rows` (n, bytes of a part), seen as blocks of `memory`. A view: only a contiguous axis is split."""
+    return rows.view(memory.dtype).reshape(len(rows), *memory.shape[1:])
+
+
+def _ascending_run(ids: Ids) -> slice | None:
+    """`ids` as a slice where they are consecutive and ascending, else None."""
+    first, last = int(ids[0]), int(ids[-1])
+    if last - first != len(ids) - 1 or not bool(np.all(ids[1:] > ids[:-1])):
+        return None
+    return slice(first, last + 1)
+
+
+# --- devices ----------------------------------------------------------------------------------------------------
+
+
+def open_device(device: str) -> ArrayOps:
+    """The operations for "cpu", "cuda" (GPU 0) or "cuda:N". Raises ConfigError naming the remedy."""
+    if device == "cpu":
+        return HostOps()
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or (device != kind and not (number.isascii() and number.isdigit())):
+        raise ConfigError("device", f'must be "cpu", "cuda" or "cuda:N", not {device!r}')
+    index = int(number or 0)
+    cupy = _import_cupy()
+    try:
+        gpus = int(cupy.cuda.runtime.getDeviceCount())
+    except RuntimeError as error:  # CuPy's CUDARuntimeError is one
+        raise ConfigError("device", f'{device} can\'t be used, the CUDA driver says: {error}; or use "cpu"') from error
+    if index >= gpus:
+        raise ConfigError("device", f"{device} does not exist, this machine shows {gpus} GPUs to the process")
+    return CupyOps(cupy, index)
+
+
+def _import_cupy() -> Any:
+    try:
+        return importlib.import_module("cupy")
+    except ImportError as error:
+        raise ConfigError(
+            "device",
+            "GPU memory needs CuPy: install kvstream-runtime[cu12] or kvstream-runtime[cu13], as your CUDA is",
+        ) from error

@@ -1,0 +1,136 @@
+"""What the scheduler core asks its surroundings to do. Plain data: whoever performs a command reports back by calling
+the event method that the command's docstring names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstream.errors import KVStreamError
+from kvstream.wire import Frame
+
+__all__ = [
+    "Accepted",
+    "Arrived",
+    "Command",
+    "Dial",
+    "Drop",
+    "Ended",
+    "Move",
+    "Offered",
+    "Stage",
+    "Transmit",
+    "Withdrawn",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Connect to a peer and shake hands; then `link_up` or `link_failed`."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Transmit:
+    """Send a frame on a link, after those before it."""
+
+    link: int
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Close a link, for this reason; then `link_lost`."""
+
+    link: int
+    error: KVStreamError
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Source: gather blocks [first, first+count) of the stream's table, in `layer`, into `slot`, and publish them;
+    then `staged` or `stage_failed`. `order` sorts the work of all streams: smallest first."""
+
+    link: int
+    stream: int
+    epoch: int
+    chunk: int
+    layer: int
+    first: int
+    count: int
+    slot: int
+    order: tuple[float, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Destination: bring the chunk's bytes into the blocks [first, first+count) of the stream's table in `layer`;
+    then `moved` or `move_failed`. If the stream has ended in the meantime its memory must not be touched, but the
+    report is due all the same."""
+
+    link: int
+    stream: int
+    epoch: int
+    chunk: int
+    layer: int
+    first: int
+    count: int
+    slot: int
+    generation: int
+    order: tuple[float, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Destination: nobody waits for this stream; ask the handler. `offer` is the key for `accept` and `refuse`."""
+
+    offer: int
+    peer: str
+    stream: str
+    epoch: int
+    tokens: int
+    priority: int
+    deadline: float | None
+    metadata: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """Destination: an offer handed out by Offered can't be answered any more."""
+
+    offer: int
+    error: KVStreamError
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A stream has been agreed on. Source: `peer` took it. Destination: `peer` sends it."""
+
+    stream: int
+    peer: str
+    link: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Destination: every byte of this layer that was asked for is in place."""
+
+    stream: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A stream's one terminal state on this side. `error` None means done; `provisional` that the destination has
+    everything but did not hear the source's last word."""
+
+    stream: int
+    error: KVStreamError | None
+    payload: bytes
+    epoch: int
+    peer: str | None
+    provisional: bool
+
+
+Command = Dial | Transmit | Drop | Stage | Move | Offered | Withdrawn | Accepted | Arrived | Ended

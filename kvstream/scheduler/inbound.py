@@ -1,0 +1,98 @@
+"""A stream on its destination: which chunks came, which are in place, which layers are whole.
+
+Pure bookkeeping without I/O, clock or other streams. It accepts only what continues what it has: blocks of a layer in
+ascending order without gap or overlap, chunks by number; anything else is a ProtocolError.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvstream.errors import ProtocolError
+from kvstream.wire import End, Ready
+
+if TYPE_CHECKING:
+    from kvstream.scheduler.links import Link
+
+__all__ = ["Inbound", "Phase"]
+
+
+class Phase(enum.Enum):
+    """Where a destination's stream stands."""
+
+    WAITING = "waiting"
+    """receive() was called; no source has offered the stream yet."""
+    STREAMING = "streaming"
+    DECIDED = "decided"
+    """End "done" is sent: this side counts the stream as done and waits, bounded, for the source's answer."""
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class Inbound:
+    key: int
+    name: str
+    tokens: int
+    blocks: int
+    first_block: int
+    layers: int
+    expires: float
+    age: int
+    phase: Phase = Phase.WAITING
+    epoch: int = 0
+    peer: str | None = None
+    link: Link | None = None
+    num: int = 0
+    chunks: int = 0
+    moving: dict[int, Ready] = field(default_factory=dict[int, Ready])
+    in_place: set[int] = field(default_factory=set[int])
+    confirmed: int = 0
+    expected: list[int] = field(default_factory=list[int])
+    missing: list[int] = field(default_factory=list[int])
+    arrived: int = 0
+    source_end: End | None = None
+
+    def __post_init__(self) -> None:
+        self.expected = [self.first_block] * self.layers
+        self.missing = [self.blocks - self.first_block] * self.layers
+
+    def ready(self, frame: Ready) -> None:
+        """Take note of an announced chunk. Raises ProtocolError when it does not continue what came before."""
+        if self.source_end is not None:
+            raise ProtocolError(f"stream {self.name}: a chunk after the source said that it was done")
+        if frame.chunk != self.chunks:
+            raise ProtocolError(f"stream {self.name}: chunk {frame.chunk} where {self.chunks} was due")
+        if frame.layer >= self.layers:
+            raise ProtocolError(f"stream {self.name}: layer {frame.layer} of {self.layers}")
+        if frame.first != self.expected[frame.layer] or not 0 < frame.count <= self.blocks - frame.first:
+            raise ProtocolError(
+                f"stream {self.name}: blocks {frame.first}+{frame.count} of layer {frame.layer} where"
+                f" {self.expected[frame.layer]} to {self.blocks} were due"
+            )
+        self.expected[frame.layer] += frame.count
+        self.chunks += 1
+        self.moving[frame.chunk] = frame
+
+    def moved(self, chunk: int) -> int | None:
+        """A chunk is in place. Returns the layer that it made whole, if any."""
+        frame = self.moving.pop(chunk)
+        self.in_place.add(chunk)
+        while self.confirmed in self.in_place:
+            self.in_place.remove(self.confirmed)
+            self.confirmed += 1
+        self.missing[frame.layer] -= frame.count
+        if self.missing[frame.layer] == 0:
+            self.arrived += 1
+            return frame.layer
+        return None
+
+    @property
+    def whole(self) -> bool:
+        """Every layer is in place."""
+        return self.arrived == self.layers
+
+    @property
+    def valid_layers(self) -> tuple[int, ...]:
+        return tuple(layer for layer, missing in enumerate(self.missing) if missing == 0)

@@ -1,0 +1,188 @@
+"""A stream on its source: which blocks of which layer are ready, staged, announced and confirmed, in this epoch.
+
+Pure bookkeeping without I/O, clock or other streams; core.py decides when to act on it. Watermarks survive an epoch,
+so that a new destination gets everything that is ready at once; all else is per epoch.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvstream.errors import ConfigError
+from kvstream.wire import Ready
+
+if TYPE_CHECKING:
+    from kvstream.scheduler.links import Link
+
+__all__ = ["Outbound", "Phase", "Piece", "first_block"]
+
+
+def first_block(first_token: int, tokens: int, block_tokens: int) -> int:
+    """The block from which on a stream has to move, when its tokens before `first_token` are there already."""
+    return math.ceil(tokens / block_tokens) if first_token >= tokens else first_token // block_tokens
+
+
+class Phase(enum.Enum):
+    """Where a source's stream stands with its present destination."""
+
+    CONNECTING = "connecting"
+    OFFERED = "offered"
+    STREAMING = "streaming"
+    FINISHING = "finishing"
+    """End "done" is sent: from here on the destination may have finished."""
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class Piece:
+    """Blocks [first, stop) of one layer, ready and not yet staged."""
+
+    layer: int
+    first: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Outbound:
+    """`blocks` counts KV blocks of the whole prompt, `held` those of them whose ids the caller has given so far."""
+
+    key: int
+    name: str
+    tokens: int
+    blocks: int
+    held: int
+    layers: int
+    block_tokens: int
+    candidates: list[str]
+    expires: float
+    priority: int
+    metadata: bytes
+    age: int
+    phase: Phase = Phase.CONNECTING
+    epoch: int = 0
+    peer: str | None = None
+    link: Link | None = None
+    num: int = 0
+    first_block: int = 0
+    watermark: list[int] = field(default_factory=list[int])
+    pending: deque[Piece] = field(default_factory=deque[Piece])
+    queued: bool = False
+    chunks: int = 0
+    announced: int = 0
+    confirmed: int = 0
+    staging: dict[int, int] = field(default_factory=dict[int, int])
+    staged: dict[int, Ready] = field(default_factory=dict[int, Ready])
+    in_flight: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
+    payload: bytes | None = None
+
+    def __post_init__(self) -> None:
+        self.watermark = [0] * self.layers
+
+    @property
+    def urgency(self) -> float:
+        """Sort key before age: the deadline, so that the earliest goes first."""
+        return self.expires
+
+    def advance(self, layer: int, start: int, stop: int) -> None:
+        """Tokens [start, stop) of a layer are computed. Ranges come in order and may repeat what was said before.
+
+        Raises ConfigError naming the field for a layer or tokens out of range, a gap, or tokens beyond the blocks held.
+        """
+        if not 0 <= layer < self.layers:
+            raise ConfigError("layer", f"{layer} is out of range; the layout has layers 0 to {self.layers - 1}")
+        if not 0 <= start < stop <= self.tokens:
+            raise ConfigError("tokens", f"({start}, {stop}) is not a range within the stream's {self.tokens} tokens")
+        done = self.watermark[layer]
+        if start > done:
+            raise ConfigError("tokens", f"({start}, {stop}) leaves a gap in layer {layer} after token {done}")
+        if stop <= done:
+            return
+        if math.ceil(stop / self.block_tokens) > self.held:
+            raise ConfigError(
+                "tokens",
+                f"up to {stop} need {math.ceil(stop / self.block_tokens)} blocks, the stream has {self.held};"
+                " call extend() with the further blocks first",
+            )
+        before = self._whole_blocks(done)
+        self.watermark[layer] = stop
+        after = self._whole_blocks(stop)
+        if self.phase is Phase.STREAMING:
+            self._add(layer, before, after)
+
+    def _whole_blocks(self, tokens: int) -> int:
+        """Blocks that will not change any more once that many tokens are computed."""
+        return self.blocks if tokens == self.tokens else tokens // self.block_tokens
+
+    def _add(self, layer: int, first: int, stop: int) -> None:
+        first = max(first, self.first_block)
+        if first < stop:
+            self.pending.append(Piece(layer, first, stop))
+
+    @property
+    def missing_layers(self) -> list[int]:
+        """Layers that are not ready to their last token."""
+        return [layer for layer, done in enumerate(self.watermark) if done < self.tokens]
+
+    @property
+    def all_ready(self) -> bool:
+        return all(done == self.tokens for done in self.watermark)
+
+    def offer_to(self, peer: str) -> None:
+        """Begin a new epoch with a destination; what the last one held of our slots is the core's business."""
+        self.epoch += 1
+        self.peer = peer
+        self.link = None
+        self.num = 0
+        self.phase = Phase.CONNECTING
+        self.queued = False
+        self.pending.clear()
+        self.staging.clear()
+        self.staged.clear()
+        self.in_flight.clear()
+        self.chunks = self.announced = self.confirmed = 0
+
+    def accepted(self, first_token: int) -> None:
+        """The destination took the offer: everything that is ready becomes pending, layer by layer."""
+        self.phase = Phase.STREAMING
+        self.first_block = first_block(first_token, self.tokens, self.block_tokens)
+        for layer, done in enumerate(self.watermark):
+            self._add(layer, 0, self._whole_blocks(done))
+
+    def cut(self, limit: int) -> tuple[int, Piece]:
+        """Number the next chunk: at most `limit` blocks off the front of what is pending."""
+        piece = self.pending[0]
+        stop = min(piece.stop, piece.first + limit)
+        chunk = Piece(piece.layer, piece.first, stop)
+        if stop == piece.stop:
+            self.pending.popleft()
+        else:
+            piece.first = stop
+        number = self.chunks
+        self.chunks += 1
+        return number, chunk
+
+    def announce(self) -> list[Ready]:
+        """The staged chunks that may be announced now, in chunk order: staging may complete in any."""
+        frames: list[Ready] = []
+        while (frame := self.staged.pop(self.announced, None)) is not None:
+            self.in_flight.append((frame.chunk, frame.slot))
+            self.announced += 1
+            frames.append(frame)
+        return frames
+
+    def confirm(self, chunks: int) -> list[int]:
+        """The first `chunks` chunks are in place: the slots that are free again."""
+        self.confirmed = max(self.confirmed, chunks)
+        slots: list[int] = []
+        while self.in_flight and self.in_flight[0][0] < chunks:
+            slots.append(self.in_flight.popleft()[1])
+        return slots
+
+    @property
+    def drained(self) -> bool:
+        """Everything that will ever be sent has been announced."""
+        return self.all_ready and not self.pending and self.announced == self.chunks

@@ -1,0 +1,276 @@
+"""The frames that workers exchange on a connection, their codec, and the choice of a protocol version.
+
+Frames are positional msgpack arrays (unknown trailing fields are ignored, so a version may append fields), carried
+in messages `[sequence, [frame, ...]]` of at most MAX_MESSAGE bytes. Everything from a peer is validated here and
+nowhere else: what does not decode is a ProtocolError, never a surprise further in. Nothing is ever unpickled.
+
+A stream is referred to by `num`, which its source chooses per connection, and by its `epoch`; chunks are numbered from
+0 within an epoch. Counts are totals, never deltas, so a repeated frame changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from kvstream.errors import ConfigError, ProtocolError
+
+__all__ = [
+    "MAX_MESSAGE",
+    "MAX_METADATA",
+    "MAX_PAYLOAD",
+    "MIN_VERSION",
+    "VERSION",
+    "Accept",
+    "Beat",
+    "Challenge",
+    "Confirm",
+    "End",
+    "Frame",
+    "Hello",
+    "Offer",
+    "Ready",
+    "Refuse",
+    "Reject",
+    "Welcome",
+    "decode",
+    "decode_payload",
+    "encode",
+    "encode_metadata",
+    "encode_payload",
+    "negotiate",
+    "proof",
+]
+
+VERSION = 1
+"""The newest protocol version this code speaks. It also speaks the one before, where there is one."""
+MIN_VERSION = max(1, VERSION - 1)
+
+MAX_MESSAGE = 8192
+MAX_PAYLOAD = 4096
+"""Largest encoded payload of `done`, in bytes: it rides in one End frame."""
+MAX_METADATA = 2048
+"""Largest encoded metadata of an offer, in bytes."""
+
+U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+U63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=160)]
+StreamId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+Short = Annotated[str, msgspec.Meta(max_length=64)]
+Blob = Annotated[bytes, msgspec.Meta(max_length=4096)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+
+
+class _Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Common settings of the frames."""
+
+
+class Challenge(_Frame, tag=1, frozen=True):
+    """Destination, first on every connection: the versions it speaks and the nonce that a Hello has to answer."""
+
+    version: U32
+    min_version: U32
+    nonce: Blob
+
+
+class Hello(_Frame, tag=2, frozen=True):
+    """Source: who it is, whom it means, and what it can do.
+
+    `proof` is keyed by the secret that the source put in its registry record, so only the incarnation that registered
+    can make it; `target_incarnation` tells a restarted destination that it is not the one that was meant.
+    """
+
+    version: U32
+    min_version: U32
+    worker: Name
+    incarnation: Short
+    target: Name
+    target_incarnation: Short
+    nonce: Blob
+    proof: Blob
+    fingerprint: Short
+    layout: Text
+    shard: tuple[U32, U32, U32, U32]
+    lanes: Annotated[list[Short], msgspec.Meta(max_length=8)]
+    lane_offer: Blob
+
+
+class Welcome(_Frame, tag=3, frozen=True):
+    """Destination: the connection is good. Its own proof over the Hello's nonce, and the lane."""
+
+    version: U32
+    worker: Name
+    incarnation: Short
+    proof: Blob
+    lane: Short
+    lane_answer: Blob
+
+
+class Reject(_Frame, tag=4, frozen=True):
+    """Destination: no connection, and why (an error code of kvstream.errors)."""
+
+    code: Short
+    message: Text
+    retry_after: Seconds | None = None
+
+
+class Offer(_Frame, tag=5, frozen=True):
+    """Source: take this stream. `deadline` is what is left of it, in seconds, at the time of sending."""
+
+    num: U32
+    epoch: U32
+    stream: StreamId
+    tokens: U32
+    deadline: Seconds | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0
+    metadata: Blob = b""
+
+
+class Accept(_Frame, tag=6, frozen=True):
+    """Destination: send it, from the block of token `first_token` on."""
+
+    num: U32
+    epoch: U32
+    first_token: U32 = 0
+
+
+class Refuse(_Frame, tag=7, frozen=True):
+    """Destination: no, with an error code; `retry_after` in seconds where later may be better."""
+
+    num: U32
+    epoch: U32
+    code: Short
+    message: Text
+    retry_after: Seconds | None = None
+
+
+class Ready(_Frame, tag=8, frozen=True):
+    """Source: chunk `chunk`, which is blocks [first, first+count) of the stream's table in `layer`, can be read in
+    `slot` under `generation` (for the put lane: has been written and flushed there)."""
+
+    num: U32
+    epoch: U32
+    chunk: U32
+    layer: U32
+    first: U32
+    count: U32
+    slot: U32
+    generation: U63
+
+
+class Confirm(_Frame, tag=9, frozen=True):
+    """Destination: the first `chunks` chunks are in place and valid; their slots may be reused. A total."""
+
+    num: U32
+    epoch: U32
+    chunks: U32
+
+
+class End(_Frame, tag=10, frozen=True):
+    """Either side: this stream has ended here. `code` is "done" or an error code; every End is answered by an End.
+
+    From the source, "done" says that `chunks` chunks were all there were and hands over the payload; the *decision*
+    is the destination's End "done". The answer to an End never needs an answer.
+    """
+
+    num: U32
+    epoch: U32
+    code: Short
+    message: Text = ""
+    chunks: U32 = 0
+    payload: Annotated[bytes, msgspec.Meta(max_length=MAX_PAYLOAD)] = b""
+    answer: bool = False
+
+
+class Beat(_Frame, tag=11, frozen=True):
+    """Alive, with the number of live streams. `reply` asks an otherwise silent peer to answer with a beat."""
+
+    streams: U32
+    reply: bool = False
+
+
+Frame = Challenge | Hello | Welcome | Reject | Offer | Accept | Refuse | Ready | Confirm | End | Beat
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[tuple[int, list[Frame]]] = msgspec.msgpack.Decoder(tuple[U63, list[Frame]])
+_plain = msgspec.msgpack.Decoder()
+
+
+def encode(sequence: int, frames: Sequence[Frame]) -> list[bytes]:
+    """Encode frames into as few messages as MAX_MESSAGE allows, numbered from `sequence` on."""
+    message = _encoder.encode((sequence, frames))
+    if len(message) <= MAX_MESSAGE:
+        return [message]
+    if len(frames) == 1:
+        raise ProtocolError(f"a {type(frames[0]).__name__} frame of {len(message)} bytes is over {MAX_MESSAGE}")
+    half = len(frames) // 2
+    head = encode(sequence, frames[:half])
+    return head + encode(sequence + len(head), frames[half:])
+
+
+def decode(message: bytes) -> tuple[int, list[Frame]]:
+    """Decode one message into its sequence number and frames. Raises ProtocolError."""
+    if len(message) > MAX_MESSAGE:
+        raise ProtocolError(f"message of {len(message)} bytes is over {MAX_MESSAGE}")
+    try:
+        return _decoder.decode(message)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"undecodable message: {error}") from error
+
+
+def negotiate(version: int, min_version: int, *, ours: int = VERSION, our_min: int = MIN_VERSION) -> int:
+    """The newest version that both sides speak. Raises ProtocolError naming both ranges when there is none."""
+    chosen = min(version, ours)
+    if min_version > version or chosen < max(min_version, our_min):
+        raise ProtocolError(
+            f"no common protocol version: the peer speaks {min_version} to {version}, this side {our_min} to {ours};"
+            " upgrade the older of the two"
+        )
+    return chosen
+
+
+def proof(key: str, role: str, nonce: bytes, *parties: str) -> bytes:
+    """The keyed hash (HMAC-SHA256) by which a worker proves its registered incarnation. `key` is hex."""
+    text = "\0".join((role, *parties)).encode()
+    return hmac.digest(bytes.fromhex(key), nonce + text, hashlib.sha256)
+
+
+def encode_payload(payload: Any) -> bytes:
+    """Encode what `done(payload)` hands over: anything of None, bool, int, float, str, bytes, list and dict."""
+    return _encode_bounded("payload", payload, MAX_PAYLOAD)
+
+
+def encode_metadata(metadata: Any) -> bytes:
+    """Encode an offer's metadata; the same types as a payload."""
+    return _encode_bounded("metadata", metadata, MAX_METADATA)
+
+
+def decode_payload(data: bytes) -> Any:
+    """Decode a payload or metadata into plain Python objects. Raises ProtocolError."""
+    if not data:
+        return None
+    try:
+        return _plain.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"undecodable payload: {error}") from error
+
+
+def _encode_bounded(field: str, value: Any, limit: int) -> bytes:
+    if value is None:
+        return b""
+    try:
+        data = _encoder.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(
+            field, f"can't be sent ({error}); use None, bool, int, float, str, bytes, list, dict"
+        ) from error
+    if len(data) > limit:
+        raise ConfigError(
+            field, f"takes {len(data)} bytes encoded, the limit is {limit}; send what is larger another way"
+        )
+    return data
