@@ -20,9 +20,13 @@ import msgspec
 from kvstream.errors import ConfigError, ProtocolError
 
 __all__ = [
+    "MAX_COUNT",
     "MAX_MESSAGE",
     "MAX_METADATA",
     "MAX_PAYLOAD",
+    "MAX_PRIORITY",
+    "MAX_SECONDS",
+    "MAX_STREAM_ID",
     "MIN_VERSION",
     "VERSION",
     "Accept",
@@ -55,15 +59,22 @@ MAX_PAYLOAD = 4096
 """Largest encoded payload of `done`, in bytes: it rides in one End frame."""
 MAX_METADATA = 2048
 """Largest encoded metadata of an offer, in bytes."""
+MAX_STREAM_ID = 256
+"""Longest stream id, in characters."""
+MAX_COUNT = 2**32 - 1
+"""Largest number of tokens of a stream; chunks, blocks, layers and slots are bounded alike."""
+MAX_PRIORITY = 1000
+MAX_SECONDS = 1e9
+"""Longest time that a frame can name."""
 
-U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+U32 = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 U63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=160)]
-StreamId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+StreamId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STREAM_ID)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Short = Annotated[str, msgspec.Meta(max_length=64)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=4096)]
-Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_SECONDS)]
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -127,7 +138,7 @@ class Offer(_Frame, tag=5, frozen=True):
     stream: StreamId
     tokens: U32
     deadline: Seconds | None = None
-    priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0
+    priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     metadata: Blob = b""
 
 
@@ -235,9 +246,11 @@ def negotiate(version: int, min_version: int, *, ours: int = VERSION, our_min: i
 
 
 def proof(key: str, role: str, nonce: bytes, *parties: str) -> bytes:
-    """The keyed hash (HMAC-SHA256) by which a worker proves its registered incarnation. `key` is hex."""
-    text = "\0".join((role, *parties)).encode()
-    return hmac.digest(bytes.fromhex(key), nonce + text, hashlib.sha256)
+    """The keyed hash (HMAC-SHA256) by which a worker proves its registered incarnation. `key` is hex.
+
+    What is hashed is encoded, so that no other nonce, role or parties give the same bytes: the nonce is the peer's.
+    """
+    return hmac.digest(bytes.fromhex(key), _encoder.encode((nonce, role, parties)), hashlib.sha256)
 
 
 def encode_payload(payload: Any) -> bytes:

@@ -18,7 +18,8 @@ def blas_environment(n: int) -> dict[str, str]:
     """Environment variables that give the BLAS of a process started with them `n` threads. ValueError if n < 1.
 
     BLAS libraries read their thread count once, when they are loaded. Left alone each worker process takes every
-    core, and several workers on one host then slow one another (and their event loops) down.
+    core, and its threads spin for one another: where two processes share the cores, one thread each prefills ten
+    times as fast as two each. So: never more BLAS threads on a host, all processes together, than free cores.
     """
     if n < 1:
         raise ValueError(f"n: BLAS needs at least 1 thread, not {n}")

@@ -35,7 +35,7 @@ class PagedMemory(Protocol):
     @property
     def layout(self) -> KVLayout: ...
 
-    def layer(self, index: int) -> Array:
+    def layer(self, layer: int) -> Array:
         """(blocks, 2, block_tokens, kv_heads, head_dim); K at 0 and V at 1 of the second axis."""
         ...
 

@@ -1,6 +1,6 @@
 """Prompts for demonstrations, short to long: what is typed by the user, before the chat format is put around it.
 
-The long one is the interesting one: its KV cache takes 13.7 MB, and its prefill over a second on two cores.
+The long one is the interesting one: its KV cache takes 15.5 MB (bfloat16), and its prefill one to two seconds on a CPU.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def bpe_json(*, tokens: Sequence[str], merges: Sequence[str], types: Sequence[in
     """
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     bpe = tokenizers.Tokenizer(models.BPE({token: n for n, token in enumerate(tokens)}, pairs))
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -135,27 +135,28 @@ def _fingerprint(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _read_config(reader: GGUFReader) -> ModelConfig:
-    def field(key: str) -> Any:
-        found = reader.get_field(key)
-        if found is None:
-            raise ConfigError("model", f"the GGUF file has no field {key!r}; a Llama-architecture model is needed")
-        return found.contents()
+def _field(reader: GGUFReader, key: str) -> Any:
+    found = reader.get_field(key)
+    if found is None:
+        raise ConfigError("model", f"the GGUF file has no field {key!r}; a Llama-architecture model is needed")
+    return found.contents()
 
-    if (architecture := field("general.architecture")) != "llama":
+
+def _read_config(reader: GGUFReader) -> ModelConfig:
+    if (architecture := _field(reader, "general.architecture")) != "llama":
         raise ConfigError("model", f"the GGUF file's architecture is {architecture!r}; only 'llama' can be run")
-    hidden, heads = field("llama.embedding_length"), field("llama.attention.head_count")
+    hidden, heads = _field(reader, "llama.embedding_length"), _field(reader, "llama.attention.head_count")
     return ModelConfig(
-        layers=field("llama.block_count"),
+        layers=_field(reader, "llama.block_count"),
         hidden=hidden,
         heads=heads,
-        kv_heads=field("llama.attention.head_count_kv"),
+        kv_heads=_field(reader, "llama.attention.head_count_kv"),
         head_dim=hidden // heads,
-        ffn=field("llama.feed_forward_length"),
-        vocab=len(field("tokenizer.ggml.tokens")),
-        rope_theta=field("llama.rope.freq_base"),
-        norm_eps=field("llama.attention.layer_norm_rms_epsilon"),
-        eos=field("tokenizer.ggml.eos_token_id"),
+        ffn=_field(reader, "llama.feed_forward_length"),
+        vocab=len(_field(reader, "tokenizer.ggml.tokens")),
+        rope_theta=_field(reader, "llama.rope.freq_base"),
+        norm_eps=_field(reader, "llama.attention.layer_norm_rms_epsilon"),
+        eos=_field(reader, "tokenizer.ggml.eos_token_id"),
     )
 
 
@@ -169,9 +170,9 @@ def _read_arrays(reader: GGUFReader) -> Iterator[tuple[str, np.ndarray]]:
         return np.concatenate(parts).astype(np.float32, copy=False)
 
     tokenizer = bpe_json(
-        tokens=reader.get_field("tokenizer.ggml.tokens").contents(),
-        merges=reader.get_field("tokenizer.ggml.merges").contents(),
-        types=reader.get_field("tokenizer.ggml.token_type").contents(),
+        tokens=_field(reader, "tokenizer.ggml.tokens"),
+        merges=_field(reader, "tokenizer.ggml.merges"),
+        types=_field(reader, "tokenizer.ggml.token_type"),
     )
     yield "tokenizer", np.frombuffer(tokenizer.encode(), np.uint8)
     yield "embedding", stacked("token_embd")

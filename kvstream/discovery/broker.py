@@ -18,7 +18,7 @@ from typing import Literal, Self
 import msgspec
 import structlog
 
-from kvstream.errors import ConfigError, KVStreamError, Refused
+from kvstream.errors import ConfigError, KVStreamError, PeerLost, Refused
 
 __all__ = [
     "MAX_VALUE",
@@ -28,6 +28,7 @@ __all__ = [
     "Lease",
     "LeaseEvent",
     "LeaseView",
+    "NobodyServes",
     "Reason",
     "Reply",
     "Responder",
@@ -63,6 +64,10 @@ class Conflict(KVStreamError):
         super().__init__(f"lease {key}: {standing}")
         self.revision = revision
         self.value = value
+
+
+class NobodyServes(PeerLost):
+    """Nobody serves the subject of a request: whoever did is gone, for certain."""
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -213,9 +218,7 @@ class Responder:
         self._tasks[task] = None
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
-    async def _run(
-        self, subject: str, data: bytes, answer: Callable[[Reply], Awaitable[None]], refused: bool
-    ) -> None:
+    async def _run(self, subject: str, data: bytes, answer: Callable[[Reply], Awaitable[None]], refused: bool) -> None:
         if refused:
             await answer(Reply(error=Refused(f"{subject}: {MAX_REQUESTS} requests are waiting here", 0.1)))
             return
@@ -329,8 +332,8 @@ class Broker(ABC):
     async def request(self, subject: str, data: bytes, *, timeout: float) -> bytes:
         """Ask whoever serves `subject`; the answer.
 
-        Raises PeerLost when nobody serves it (at once) or no answer comes in `timeout` seconds, and whatever
-        KVStreamError the handler raised.
+        Raises NobodyServes at once when there is nobody, PeerLost when no answer comes in `timeout` seconds, and
+        whatever KVStreamError the handler raised.
         """
 
     @abstractmethod

@@ -6,6 +6,7 @@ URLs. Plaintext to another host is refused unless it is allowed in so many words
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
 import re
@@ -90,8 +91,6 @@ async def resolve_target(
     The last one is waited for up to `wait` seconds. `environ` stands in for os.environ. Raises ConfigError that
     names what was tried, or what is wrong with the one found.
     """
-    import asyncio
-
     environ = os.environ if environ is None else environ
     if allow_plaintext is None:
         allow_plaintext = environ.get("KVSTREAM_NATS_ALLOW_PLAINTEXT", "") == "1"

@@ -7,7 +7,7 @@ with or without its leases, to stand for outages and restarts. It must not do an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvstream.discovery.broker import (
@@ -17,6 +17,7 @@ from kvstream.discovery.broker import (
     Lease,
     LeaseEvent,
     LeaseView,
+    NobodyServes,
     Reason,
     Reply,
     Responder,
@@ -206,7 +207,7 @@ class MemoryBroker(Broker):
         self._server.delete(key, revision)
 
     @asynccontextmanager
-    async def watch(self) -> AsyncIterator[AsyncIterator[LeaseEvent | Synced]]:
+    async def watch(self) -> AsyncGenerator[AsyncIterator[LeaseEvent | Synced]]:
         self._check_open()
         view = LeaseView()
         self.views.append(view)
@@ -222,7 +223,7 @@ class MemoryBroker(Broker):
         await self._round_trip()
         service = self._server.find(subject)
         if service is None:
-            raise PeerLost(f"nobody serves {subject}")
+            raise NobodyServes(f"nobody serves {subject}")
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
 
         async def answer(reply: Reply) -> None:

@@ -146,6 +146,7 @@ def decode_record(key: str, value: bytes) -> WorkerRecord | None:
         return None
     try:
         record = _decoder.decode(value)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        # msgspec skips unknown fields recursively, so a few KiB of brackets reach the interpreter's limit.
         return None
     return record if lease_key(record.name, record.rank) == key else None

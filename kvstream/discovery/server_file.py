@@ -11,7 +11,7 @@ import fcntl
 import os
 import stat
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,13 +20,15 @@ import msgspec
 from kvstream.errors import ConfigError
 
 __all__ = [
+    "ServerClaim",
     "ServerInfo",
-    "announce_server",
+    "claim_server",
     "find_server",
     "process_start",
     "read_server_file",
     "runtime_directory",
     "server_file_path",
+    "write_private",
 ]
 
 
@@ -102,7 +104,7 @@ def read_server_file(environ: Mapping[str, str] | None = None) -> ServerInfo | N
         data = file.read(4096)
     try:
         info = msgspec.json.decode(data, type=ServerInfo)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return info if process_start(info.pid) == info.start else None
 
@@ -125,22 +127,53 @@ async def find_server(wait: float = 5.0, *, environ: Mapping[str, str] | None = 
         pause = min(pause * 1.5, 0.4)
 
 
-@asynccontextmanager
-async def announce_server(
-    host: str, port: int, user: str, password: str, *, environ: Mapping[str, str] | None = None
-) -> AsyncIterator[Path]:
-    """Be this user's server while the context lasts: hold the lock, and keep the file there. The file's path.
+class ServerClaim:
+    """The right to be this user's server, held from `claim_server` on."""
 
-    Raises ConfigError that says which server runs already. Call `server_lock` first where starting is expensive.
-    """
-    async with server_lock(environ=environ):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    async def announce(self, host: str, port: int, user: str, password: str) -> None:
+        """Write the server file, or replace it."""
         pid = os.getpid()
-        info = ServerInfo(
-            pid=pid, start=process_start(pid) or 0, host=host, port=port, user=user, password=password
-        )
-        path = server_file_path(environ)
-        await asyncio.to_thread(_write_private, path, msgspec.json.encode(info))
-        try:
-            yield path
-        finally:
-            await asyncio.to_thread(path.unlink, missing_ok=True)
+        info = ServerInfo(pid=pid, start=process_start(pid) or 0, host=host, port=port, user=user, password=password)
+        await asyncio.to_thread(write_private, self.path, msgspec.json.encode(info))
+
+
+@asynccontextmanager
+async def claim_server(*, environ: Mapping[str, str] | None = None) -> AsyncGenerator[ServerClaim]:
+    """Be the one server of this user while the context lasts; the server file goes at its end.
+
+    Raises ConfigError that says which server runs already. The lock is the kernel's, so it never outlives us.
+    """
+    descriptor = await asyncio.to_thread(_lock, environ)
+    path = server_file_path(environ)
+    try:
+        yield ServerClaim(path)
+    finally:
+        # Two system calls on files of a RAM disk: done here, so that a cancelled exit can't skip them.
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(environ: Mapping[str, str] | None) -> int:
+    path = runtime_directory(environ) / "server.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        info = read_server_file(environ)
+        which = f"runs on port {info.port} (pid {info.pid})" if info else f"is starting (it holds {path})"
+        raise ConfigError("server", f"a kvstream server of this user {which}; use it, or stop it first") from None
+    return descriptor
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Put a file of mode 0600 at `path` at once: no reader sees a part of it, and its mode is never wider."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    temporary.replace(path)

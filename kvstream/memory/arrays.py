@@ -100,19 +100,20 @@ def describe(array: object, field: str) -> Region:
     """Where the elements of `array` are, without copying or changing it. Raises ConfigError naming `field`."""
     if isinstance(array, np.ndarray):
         known = cast("npt.NDArray[Any]", array)
-        return _from_numpy(known, owner=known, field=field)
+        return _from_numpy(known, field)
     if all(hasattr(array, name) for name in ("data_ptr", "stride", "element_size")):
         return _from_torch(array, field)
     if (interface := getattr(array, "__cuda_array_interface__", None)) is not None:
-        return _from_cuda_interface(array, interface)
-    if hasattr(array, "__array_interface__"):
-        return _from_numpy(np.asarray(array), owner=array, field=field)
+        index = _import_cupy().cuda.runtime.pointerGetAttributes(interface["data"][0]).device
+        return _from_interface(array, interface, f"cuda:{index}", field)
+    if (interface := getattr(array, "__array_interface__", None)) is not None and interface.get("data") is not None:
+        return _from_interface(array, interface, "cpu", field)
     try:
         view = memoryview(cast("bytes", array))
     except TypeError:
         pass
     else:
-        return _from_numpy(np.asarray(view), owner=array, field=field)
+        return _from_numpy(np.asarray(view), field)
     if hasattr(array, "__dlpack__"):
         return _from_dlpack(array, field)
     raise ConfigError(
@@ -122,7 +123,7 @@ def describe(array: object, field: str) -> Region:
     )
 
 
-def _from_numpy(array: npt.NDArray[Any], *, owner: object, field: str) -> Region:
+def _from_numpy(array: npt.NDArray[Any], field: str) -> Region:
     if not array.dtype.isnative:
         raise ConfigError(field, f"dtype {array.dtype.str} is not in this machine's byte order")
     return Region(
@@ -133,7 +134,7 @@ def _from_numpy(array: npt.NDArray[Any], *, owner: object, field: str) -> Region
         dtype=array.dtype.name,
         device="cpu",
         writable=array.flags.writeable,
-        owner=owner,
+        owner=array,
     )
 
 
@@ -156,21 +157,26 @@ def _from_torch(tensor: Any, field: str) -> Region:
     )
 
 
-def _from_cuda_interface(array: object, interface: Mapping[str, Any]) -> Region:
-    dtype = np.dtype(interface["typestr"])
+def _from_interface(array: object, interface: Mapping[str, Any], device: str, field: str) -> Region:
+    # Not through np.asarray: NumPy can't parse what ml_dtypes' fp8 types call themselves here, "<f1", and bfloat16
+    # is only "<V2". Their names are in the array's dtype, if it has one; without it they are raw elements.
+    typestr = str(interface["typestr"])
+    itemsize = int(typestr[2:])
+    if itemsize > 1 and typestr[0] not in ("|", np.dtype(np.uint16).str[0]):
+        raise ConfigError(field, f"dtype {typestr} is not in this machine's byte order")
+    name = getattr(getattr(array, "dtype", None), "name", None)
+    if not isinstance(name, str):
+        name = f"void{8 * itemsize}" if typestr[1:] == "f1" else np.dtype(typestr).name
     address, read_only = interface["data"]
     shape = tuple(int(n) for n in interface["shape"])
     strides = interface.get("strides")
-    device = _import_cupy().cuda.runtime.pointerGetAttributes(address).device
-    # CuPy names ml_dtypes' types in its dtype only; the interface calls bfloat16 "<V2".
-    name = getattr(getattr(array, "dtype", None), "name", None)
     return Region(
         address=int(address),
         shape=shape,
-        strides=tuple(strides) if strides is not None else _c_strides(shape, dtype.itemsize),
-        itemsize=dtype.itemsize,
-        dtype=name if isinstance(name, str) else dtype.name,
-        device=f"cuda:{device}",
+        strides=tuple(strides) if strides is not None else _c_strides(shape, itemsize),
+        itemsize=itemsize,
+        dtype=name,
+        device=device,
         writable=not read_only,
         owner=array,
     )
@@ -180,10 +186,9 @@ def _from_dlpack(array: Any, field: str) -> Region:
     kind = int(array.__dlpack_device__()[0])
     try:
         if kind in _DLPACK_HOST:
-            return _from_numpy(np.from_dlpack(array), owner=array, field=field)
+            return _from_numpy(np.from_dlpack(array), field)
         if kind in _DLPACK_CUDA:
-            view = _import_cupy().from_dlpack(array)
-            return _from_cuda_interface(view, view.__cuda_array_interface__)
+            return describe(_import_cupy().from_dlpack(array), field)
     except (BufferError, RuntimeError, TypeError) as error:
         raise ConfigError(field, f"can't be read through DLPack ({error}); pass a view of it as bytes") from error
     raise ConfigError(field, f"is on DLPack device {kind}; only host and CUDA memory can be moved")

@@ -97,8 +97,6 @@ class KVPool:
                     raise LayoutMismatch(f"layer {layer}: {region.shape[0]} blocks, but layer 0 has {blocks}")
                 if region.device != device:
                     raise ConfigError("arrays", f"layer {layer} is on {region.device}, but layer 0 is on {device}")
-        if not 1 <= blocks <= MAX_BLOCKS:
-            raise ConfigError("arrays", f"have {blocks} blocks; a pool has 1 to {MAX_BLOCKS}")
         _check_disjoint(parts)
         ops = open_device(device)
         layers = [ops.layer(regions) for regions in parts]
@@ -249,8 +247,8 @@ def _check_region(layout: KVLayout, layer: int, region: Region, block_shape: tup
     raw = ("uint8", "int8", f"uint{8 * itemsize}", f"void{8 * itemsize}")
     if region.dtype != layout.dtype and region.dtype not in raw:
         raise LayoutMismatch(f"layer {layer}: dtype {region.dtype}, the layout has {layout.dtype}")
-    if not region.shape:
-        raise LayoutMismatch(f"layer {layer}: an array without axes; its first axis must be the block")
+    if not region.shape or not region.shape[0]:
+        raise LayoutMismatch(f"layer {layer}: no blocks in an array of shape {region.shape}; they are the first axis")
     inner = region.shape[1:]
     wanted = math.prod(block_shape) * itemsize
     # Any grouping of the axes will do, as long as it's one: the same axes in another order are another layout.

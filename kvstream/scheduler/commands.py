@@ -49,7 +49,8 @@ class Drop:
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Source: gather blocks [first, first+count) of the stream's table, in `layer`, into `slot`, and publish them;
-    then `staged` or `stage_failed`. `order` sorts the work of all streams: smallest first."""
+    then `staged` or `stage_failed`. `order` sorts the work of all streams: smallest first. If the stream has ended in
+    the meantime its memory must not be read, but the report is due all the same: it gives the slot back."""
 
     link: int
     stream: int
@@ -96,7 +97,7 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """Destination: an offer handed out by Offered can't be answered any more."""
+    """Destination: an offer handed out by Offered can't be answered any more, and it wasn't this side that answered."""
 
     offer: int
     error: KVStreamError

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import deque
 from typing import Protocol
 
 from kvstream.errors import KVStreamError
@@ -51,6 +52,8 @@ class Driver:
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
+        self._commands: deque[Command] = deque()
+        self._outbox: dict[int, list[Frame]] = {}
         self._bulk: list[tuple[tuple[float, int, int], int, Stage | Move]] = []
         self._bulk_handle: asyncio.Handle | None = None
         self._bulk_count = 0
@@ -65,21 +68,22 @@ class Driver:
         """Have every command performed that the core has to give. Call it after each event given to the core.
 
         Commands may report back at once, which gives the core further events: they are pumped by the call that is
-        already running, never recursively, so that frames stay in order.
+        already running, never recursively, so that frames stay in order. Should an effect raise, its error comes out
+        here, and what it kept from being performed is performed by the next turn of the loop.
         """
         if self._pumping:
             return
         self._pumping = True
-        outbox: dict[int, list[Frame]] = {}
+        finished = False
         try:
-            while commands := self.core.take():
-                for command in commands:
-                    self._perform(command, outbox)
-            for link, frames in outbox.items():
-                self._effects.transmit(link, frames)
+            while self._perform_all():
+                self._flush()
+            finished = True
         finally:
             self._pumping = False
-        self._rearm()
+            if not finished:
+                self._loop.call_soon(self.pump)
+            self._rearm()
 
     def stop(self) -> None:
         """No timer and no bulk work from now on. Idempotent."""
@@ -92,19 +96,36 @@ class Driver:
             self._bulk_handle = None
         self._bulk.clear()
 
-    def _perform(self, command: Command, outbox: dict[int, list[Frame]]) -> None:
+    def _perform_all(self) -> bool:
+        """Perform what the core has to give, frames only collected. Returns whether there are any."""
+        while True:
+            self._commands.extend(self.core.take())
+            if not self._commands:
+                return bool(self._outbox)
+            while self._commands:
+                self._perform(self._commands.popleft())
+
+    def _flush(self) -> None:
+        """One call per link for all its frames: they share messages."""
+        while self._outbox:
+            link = next(iter(self._outbox))
+            self._effects.transmit(link, self._outbox.pop(link))
+
+    def _perform(self, command: Command) -> None:
         if isinstance(command, Transmit):
-            outbox.setdefault(command.link, []).append(command.frame)
+            self._outbox.setdefault(command.link, []).append(command.frame)
         elif isinstance(command, Stage | Move):
+            if self._stopped:
+                return
             self._bulk_count += 1
             heapq.heappush(self._bulk, (command.order, self._bulk_count, command))
-            if self._bulk_handle is None and not self._stopped:
+            if self._bulk_handle is None:
                 self._bulk_handle = self._loop.call_soon(self._work)
         elif isinstance(command, Dial):
             self._effects.dial(command.peer)
         elif isinstance(command, Drop):
             # What was said before on this link still goes out before it is closed.
-            frames = outbox.pop(command.link, None)
+            frames = self._outbox.pop(command.link, None)
             if frames:
                 self._effects.transmit(command.link, frames)
             self._effects.drop(command.link, command.error)

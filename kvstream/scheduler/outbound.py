@@ -74,7 +74,6 @@ class Outbound:
     chunks: int = 0
     announced: int = 0
     confirmed: int = 0
-    staging: dict[int, int] = field(default_factory=dict[int, int])
     staged: dict[int, Ready] = field(default_factory=dict[int, Ready])
     in_flight: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
     payload: bytes | None = None
@@ -140,7 +139,6 @@ class Outbound:
         self.phase = Phase.CONNECTING
         self.queued = False
         self.pending.clear()
-        self.staging.clear()
         self.staged.clear()
         self.in_flight.clear()
         self.chunks = self.announced = self.confirmed = 0

@@ -38,7 +38,7 @@ class Pump:
         self._arm = arm
         self._scheduled = False
         self._closed = False
-        self._idle: list[asyncio.Future[None]] = []
+        self._turns: list[asyncio.Future[None]] = []
         loop.add_reader(descriptor, self._run)
         self.kick()
 
@@ -48,13 +48,13 @@ class Pump:
             self._scheduled = True
             self._loop.call_soon(self._scheduled_run)
 
-    def idle(self) -> asyncio.Future[None]:
-        """Resolves when progress has next come to an end with nothing left to do."""
+    def turn(self) -> asyncio.Future[None]:
+        """Resolves after the next full run: progress has come to its end, or has made `_STEPS` steps at least."""
         future: asyncio.Future[None] = self._loop.create_future()
         if self._closed:
             future.set_result(None)
         else:
-            self._idle.append(future)
+            self._turns.append(future)
             self.kick()
         return future
 
@@ -62,34 +62,30 @@ class Pump:
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._descriptor)
-            self._resolve_idle()
+            waiting, self._turns = self._turns, []
+            for future in waiting:
+                if not future.done():
+                    future.set_result(None)
 
     def _scheduled_run(self) -> None:
         self._scheduled = False
-        self._run()
+        if not self._closed:
+            self._run()
 
     def _run(self) -> None:
+        waiting, self._turns = self._turns, []
         try:
             for _ in range(_STEPS):
-                if self._closed:
-                    return
                 if self._step():
                     continue
                 self._settle()
-                if self._scheduled:  # settling posted something, which has asked for its own run
+                if self._closed or self._scheduled:  # settling posted something, which has asked for its own run
                     return
                 if self._arm():
-                    self._resolve_idle()
                     return
             self._settle()
-        except BaseException:
-            # What the callbacks above raise is reported by the loop; it must not end progress for the others.
             self.kick()
-            raise
-        self.kick()
-
-    def _resolve_idle(self) -> None:
-        waiting, self._idle = self._idle, []
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
+        finally:
+            for future in waiting:
+                if not future.done():
+                    future.set_result(None)

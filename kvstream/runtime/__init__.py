@@ -1,0 +1,1 @@
+"""The runtime: the only place where scheduler, transport, discovery and memory meet."""

@@ -1,0 +1,368 @@
+"""The connections of one runtime: dialing, the handshake on both sides, frames in and out, the fence of what is lost.
+
+A connection becomes a link of the scheduler only after the handshake: protocol version, the peer's incarnation and its
+proof, the layout's fingerprint, the lane. After it, frames go to the scheduler unseen. Every connection that ends, for
+whatever reason, is fenced here, in a task that `close` waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from kvstream import wire
+from kvstream.config import RuntimeConfig
+from kvstream.discovery.records import WorkerRecord
+from kvstream.errors import (
+    Fenced,
+    KVStreamError,
+    LayoutMismatch,
+    PeerLost,
+    ProtocolError,
+    Refused,
+    UnknownWorker,
+    from_code,
+)
+from kvstream.layout import KVLayout, describe_mismatch
+from kvstream.log import get_logger
+from kvstream.runtime.identity import Identity
+from kvstream.runtime.seams import Seams
+from kvstream.scheduler.driver import Driver
+from kvstream.transport.base import Connection, Lane, ListenAddress, Transport
+
+__all__ = ["Directory", "Links"]
+
+_NONCE = 16
+
+
+class Directory(Protocol):
+    """Where the records of other workers are found: the registry."""
+
+    def lookup(self, worker: str) -> WorkerRecord | None: ...
+    async def wait_for(self, worker: str, timeout: float) -> WorkerRecord: ...
+
+
+@dataclass(slots=True)
+class _Link:
+    id: int
+    connection: Connection
+    peer: str
+    incarnation: str = ""
+    up: bool = False
+    closed: bool = False
+    sent: int = 0
+    received: int = 0
+    inbox: asyncio.Queue[wire.Frame] = field(default_factory=lambda: asyncio.Queue(maxsize=4))
+    """Frames of the handshake; a peer that sends more before it is over breaks the protocol."""
+
+
+class Links:
+    """Created on the running loop; `driver` is the pump of the scheduler that gets the links."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        transport: Transport,
+        directory: Directory,
+        driver: Driver,
+        config: RuntimeConfig,
+        seams: Seams,
+        lanes: tuple[Lane, ...],
+    ) -> None:
+        self._identity = identity
+        self._transport = transport
+        self._directory = directory
+        self._driver = driver
+        self._config = config
+        self._seams = seams
+        self._lanes = lanes
+        self._loop = asyncio.get_running_loop()
+        self._log = get_logger("links", worker=identity.worker)
+        self._links: dict[int, _Link] = {}
+        self._count = 0
+        self._closing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._fences: set[asyncio.Task[None]] = set()
+        block_bytes = identity.layout.block_bytes
+        self._slot_bytes = max(config.slot_bytes, block_bytes)
+        self.frames_refused = 0
+
+    # ------------------------------------------------------------------ used by Streams
+
+    def connection(self, link_id: int) -> Connection | None:
+        """The connection of a link that is up, else None."""
+        link = self._links.get(link_id)
+        return link.connection if link is not None and link.up else None
+
+    def dial(self, peer: str) -> None:
+        """Connect to a worker; the scheduler hears link_up or link_failed."""
+        self._spawn(self._tasks, self._dial(peer), f"dial {peer}")
+
+    def transmit(self, link_id: int, frames: list[wire.Frame]) -> None:
+        """Send frames on a link; dropped when it is gone, of which the scheduler hears anyway."""
+        link = self._links.get(link_id)
+        if link is not None and not link.closed:
+            self._send(link, frames)
+
+    def drop(self, link_id: int, error: KVStreamError) -> None:
+        """Give a link up: the scheduler hears link_lost at once, the fence follows in the background."""
+        link = self._links.get(link_id)
+        if link is not None:
+            self._close(link, error)
+
+    def accepted(self, connection: Connection) -> None:
+        """A peer has dialed us."""
+        link = self._add(connection, connection.peer_address)
+        if self._closing:
+            self._close(link, PeerLost("the runtime is closing"))
+        else:
+            self._spawn(self._tasks, self._welcome(link), f"handshake with {link.peer}")
+
+    async def close(self) -> None:
+        """Close every connection and wait for their fences."""
+        self._closing = True
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks))
+        for link in list(self._links.values()):
+            self._close(link, PeerLost("the runtime is closing"))
+        self._driver.pump()
+        if self._fences:
+            await asyncio.wait(list(self._fences), timeout=self._config.close_wait)
+
+    # ------------------------------------------------------------------ source: dial and shake hands
+
+    async def _dial(self, peer: str) -> None:
+        now = self._driver.now
+        try:
+            async with asyncio.timeout(self._config.connect_timeout):
+                link, slots = await self._connect(peer)
+        except TimeoutError:
+            error: KVStreamError = PeerLost(f"{peer} did not answer within {self._config.connect_timeout} s")
+        except KVStreamError as failure:
+            error = failure
+        else:
+            slot_blocks = link.connection.slot_bytes // self._identity.layout.block_bytes
+            self._driver.core.link_up(now(), link.id, peer, outgoing=True, slots=slots, slot_blocks=slot_blocks)
+            self._driver.pump()
+            return
+        self._log.info("no connection", peer=peer, code=error.code, why=str(error))
+        self._driver.core.link_failed(now(), peer, error)
+        self._driver.pump()
+
+    async def _connect(self, peer: str) -> tuple[_Link, int]:
+        record = self._directory.lookup(peer)
+        if record is None:
+            raise UnknownWorker("to", f"no worker {peer!r} is registered")
+        connection = await self._dial_transport(record)
+        link = self._add(connection, peer)
+        try:
+            await self._introduce(link, record)
+        except (KVStreamError, asyncio.CancelledError) as error:
+            self._close(link, error if isinstance(error, KVStreamError) else PeerLost("the handshake was given up"))
+            raise
+        link.incarnation = record.incarnation
+        link.up = True
+        self._log.info("connected", peer=peer, lane=connection.lane)
+        return link, connection.slots
+
+    async def _dial_transport(self, record: WorkerRecord) -> Connection:
+        address = msgspec.convert(record.address, ListenAddress, from_attributes=True)
+        try:
+            return await self._transport.dial(address, self._lanes)
+        except KVStreamError as error:
+            text = str(error)
+            if isinstance(error, PeerLost) and record.id not in text:
+                raise PeerLost(f"{record.id}: {text}") from error
+            raise
+
+    async def _introduce(self, link: _Link, record: WorkerRecord) -> None:
+        mine, connection = self._identity, link.connection
+        challenge = await link.inbox.get()
+        if not isinstance(challenge, wire.Challenge):
+            raise ProtocolError(f"{record.id} opened with a {type(challenge).__name__} frame")
+        version = wire.negotiate(challenge.version, challenge.min_version)
+        nonce = self._seams.token(_NONCE)
+        shard = mine.shard
+        hello = wire.Hello(
+            version,
+            wire.MIN_VERSION,
+            mine.worker,
+            mine.incarnation,
+            record.id,
+            record.incarnation,
+            nonce,
+            wire.proof(mine.key, "hello", challenge.nonce, mine.worker, mine.incarnation, record.incarnation),
+            mine.layout.fingerprint(),
+            msgspec.json.encode(mine.layout).decode(),
+            (shard.tp_rank, shard.tp_size, shard.pp_rank, shard.pp_size),
+            list(self._lanes),
+            connection.offer_lanes(self._lanes, self._config.slots, self._slot_bytes),
+        )
+        self._send(link, [hello])
+        answer = await link.inbox.get()
+        if isinstance(answer, wire.Reject):
+            raise from_code(answer.code, answer.message, retry_after=answer.retry_after)
+        if not isinstance(answer, wire.Welcome):
+            raise ProtocolError(f"{record.id} answered the handshake with a {type(answer).__name__} frame")
+        expected = wire.proof(record.key, "welcome", nonce, record.id, record.incarnation, mine.incarnation)
+        if answer.incarnation != record.incarnation or not hmac.compare_digest(answer.proof, expected):
+            raise Fenced(f"who answers at {connection.peer_address} is not the registered {record.id}")
+        connection.open_lane(answer.lane_answer)
+
+    # ------------------------------------------------------------------ destination: challenge and check
+
+    async def _welcome(self, link: _Link) -> None:
+        try:
+            async with asyncio.timeout(self._config.connect_timeout):
+                await self._examine(link)
+        except TimeoutError:
+            self._close(link, PeerLost("no handshake in time"))
+        except KVStreamError as error:
+            self._reject(link, error)
+        except asyncio.CancelledError:
+            self._close(link, PeerLost("the runtime is closing"))
+            raise
+
+    async def _examine(self, link: _Link) -> None:
+        mine, connection = self._identity, link.connection
+        nonce = self._seams.token(_NONCE)
+        self._send(link, [wire.Challenge(wire.VERSION, wire.MIN_VERSION, nonce)])
+        hello = await link.inbox.get()
+        if not isinstance(hello, wire.Hello):
+            raise ProtocolError(f"a {type(hello).__name__} frame in place of a Hello")
+        version = wire.negotiate(hello.version, hello.min_version)
+        if hello.target != mine.worker or hello.target_incarnation != mine.incarnation:
+            raise Fenced(
+                f"{hello.target} incarnation {hello.target_incarnation[:8]} is not here any more: this is {mine.worker}"
+                f" incarnation {mine.incarnation[:8]}; look it up again"
+            )
+        record = await self._registered(hello)
+        expected = wire.proof(record.key, "hello", nonce, hello.worker, hello.incarnation, mine.incarnation)
+        if not hmac.compare_digest(hello.proof, expected):
+            raise Fenced(f"the proof of {hello.worker} incarnation {hello.incarnation[:8]} is wrong")
+        if hello.fingerprint != mine.layout.fingerprint():
+            raise LayoutMismatch(_mismatch(hello, mine))
+        answer = connection.accept_lane(hello.lane_offer, self._lanes)
+        if connection.slot_bytes < mine.layout.block_bytes:
+            raise ProtocolError(f"slots of {connection.slot_bytes} bytes for blocks of {mine.layout.block_bytes}")
+        link.peer, link.incarnation, link.up = hello.worker, hello.incarnation, True
+        self._replace_older(link)
+        proof = wire.proof(mine.key, "welcome", hello.nonce, mine.worker, mine.incarnation, hello.incarnation)
+        lane = connection.lane or ""
+        self._send(link, [wire.Welcome(version, mine.worker, mine.incarnation, proof, lane, answer)])
+        self._log.info("accepted", peer=link.peer, lane=lane)
+        slot_blocks = connection.slot_bytes // mine.layout.block_bytes
+        self._driver.core.link_up(
+            self._driver.now(), link.id, link.peer, outgoing=False, slots=connection.slots, slot_blocks=slot_blocks
+        )
+        self._driver.pump()
+
+    async def _registered(self, hello: wire.Hello) -> WorkerRecord:
+        """The registry record of who says Hello; its news may be a moment behind the caller."""
+        record = self._directory.lookup(hello.worker)
+        if record is None:
+            wait = self._config.connect_timeout / 2
+            record = await self._directory.wait_for(hello.worker, wait)
+        if record.incarnation != hello.incarnation:
+            raise Fenced(
+                f"{hello.worker} is registered as incarnation {record.incarnation[:8]}, not {hello.incarnation[:8]}"
+            )
+        return record
+
+    def _replace_older(self, link: _Link) -> None:
+        """A worker that came back under its name is a new peer: its former life's connections end now."""
+        for other in list(self._links.values()):
+            if other is not link and other.peer == link.peer and other.incarnation not in ("", link.incarnation):
+                self._close(other, PeerLost(f"{link.peer} was restarted"))
+
+    def _reject(self, link: _Link, error: KVStreamError) -> None:
+        self._log.warning("connection rejected", peer=link.peer, code=error.code, why=str(error))
+        retry_after = error.retry_after if isinstance(error, Refused) else None
+        self._send(link, [wire.Reject(error.code, str(error)[:1000], retry_after)])
+        # The peer closes when it has read this; a peer that does not is closed here. Closing at once could overtake it.
+        self._loop.call_later(self._config.connect_timeout, self._close, link, error)
+
+    # ------------------------------------------------------------------ every connection
+
+    def _add(self, connection: Connection, peer: str) -> _Link:
+        self._count += 1
+        link = _Link(self._count, connection, peer)
+        self._links[link.id] = link
+        connection.start(lambda message: self._on_message(link, message), lambda error: self._on_lost(link, error))
+        return link
+
+    def _send(self, link: _Link, frames: list[wire.Frame]) -> None:
+        for message in wire.encode(link.sent, frames):
+            link.sent += 1
+            link.connection.send(message)
+
+    def _on_message(self, link: _Link, message: bytes) -> None:
+        if link.closed:
+            return
+        try:
+            sequence, frames = wire.decode(message)
+            if sequence != link.received:
+                raise ProtocolError(f"message {sequence} where {link.received} was due")
+            link.received += 1
+            if not link.up:
+                for frame in frames:
+                    link.inbox.put_nowait(frame)
+                return
+        except (ProtocolError, asyncio.QueueFull) as error:
+            self.frames_refused += 1
+            why = error if isinstance(error, ProtocolError) else ProtocolError("frames before the handshake is over")
+            self._log.warning("protocol error", peer=link.peer, why=str(why))
+            self._close(link, why)
+            self._driver.pump()
+            return
+        now = self._driver.now()
+        for frame in frames:
+            self._driver.core.frame(now, link.id, frame)
+        self._driver.pump()
+
+    def _on_lost(self, link: _Link, error: Exception) -> None:
+        known = error if isinstance(error, KVStreamError) else PeerLost(str(error))
+        if isinstance(known, PeerLost) and link.peer not in str(known):
+            known = PeerLost(f"{link.peer}: {known}")
+        self._close(link, known)
+        self._driver.pump()
+
+    def _close(self, link: _Link, error: KVStreamError) -> None:
+        """The one end of a connection; idempotent."""
+        if link.closed:
+            return
+        link.closed = True
+        link.up = False
+        del self._links[link.id]
+        if link.inbox.empty():
+            # Whoever waits for a handshake frame is told by a frame, as a peer would have done it.
+            link.inbox.put_nowait(wire.Reject(error.code, str(error)[:1000]))
+        self._spawn(self._fences, link.connection.fence(), f"fence {link.peer}")
+        self._driver.core.link_lost(self._driver.now(), link.id, error)
+
+    def _spawn(self, group: set[asyncio.Task[None]], work: Coroutine[Any, Any, None], name: str) -> None:
+        task = self._loop.create_task(work, name=name)
+        group.add(task)
+        task.add_done_callback(lambda done: self._over(group, done))
+
+    def _over(self, group: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+        group.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A bug, not a peer's doing: those are KVStreamErrors and handled where they arise.
+            self._loop.call_exception_handler({"message": f"kvstream: {task.get_name()} failed", "exception": error})
+
+
+def _mismatch(hello: wire.Hello, mine: Identity) -> str:
+    try:
+        theirs = msgspec.json.decode(hello.layout, type=KVLayout)
+        difference = describe_mismatch(theirs, mine.layout)
+    except (msgspec.DecodeError, KVStreamError):
+        difference = "its description can't be read"
+    return f"layout: {hello.worker} differs from {mine.worker}: {difference}; both need the same KVLayout"

@@ -1,0 +1,360 @@
+"""Runtime: one worker's presence in the cluster, and the calls by which an engine sends and receives KV cache.
+
+It owns the life cycle (listen, register, serve, leave) and nothing of the streams themselves. A worker is registered
+only once it can be reached, and unregistered before it stops answering.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvstream import wire
+from kvstream.config import RuntimeConfig
+from kvstream.discovery import Registry, connect_broker
+from kvstream.discovery.broker import Broker
+from kvstream.discovery.records import DataAddress, Load, WorkerRecord, check_name
+from kvstream.errors import BrokerUnavailable, ConfigError, Fenced, KVStreamError, Refused, UnknownWorker
+from kvstream.layout import Shard
+from kvstream.log import get_logger
+from kvstream.memory import KVPool
+from kvstream.runtime.identity import Identity
+from kvstream.runtime.links import Links
+from kvstream.runtime.routing import default_candidates, named_candidates
+from kvstream.runtime.seams import Seams
+from kvstream.runtime.sessions import ReceiveStream, SendStream
+from kvstream.runtime.streams import OfferHandler, Streams
+from kvstream.transport.base import LANES, Lane, ListenAddress, StagingBudget, Transport
+
+__all__ = ["Runtime"]
+
+
+class Runtime:
+    """A worker. Use it as an async context manager; all methods but `layer_ready` are for the loop's thread.
+
+    `name` is the logical instance, unique in the cluster per rank; `roles` are free words, "prefill" and "decode" among
+    them. `nats` is a URL; None means the environment, then the selected NATS context, then this user's running
+    `kvstream server`. `lanes` is "auto" or one lane, or several in order of preference. The data plane listens on
+    loopback unless `data_interface` names an interface or address: who reaches its port can write into this process.
+    `broker`, `transport` and `seams` replace the parts of that name (tests, simulation); they are not closed here.
+
+    Entering raises ConfigError, BrokerUnavailable, or Fenced when the name is held by another living worker.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        pool: KVPool,
+        roles: Collection[str] = (),
+        nats: str | None = None,
+        lanes: Literal["auto"] | Lane | Sequence[Lane] = "auto",
+        data_interface: str | None = None,
+        shard: Shard | None = None,
+        config: RuntimeConfig | None = None,
+        broker: Broker | None = None,
+        transport: Transport | None = None,
+        seams: Seams | None = None,
+    ) -> None:
+        self.pool = pool
+        self.config = config or RuntimeConfig()
+        self._seams = seams or Seams()
+        self._identity = Identity.create(name, shard or Shard(), pool.layout, self._seams)
+        self._roles = tuple(sorted({check_name("roles", role) for role in roles}))
+        self._lanes = _lanes(lanes)
+        self._nats = nats
+        self._data_interface = data_interface
+        self._broker = broker
+        self._transport = transport
+        self._handler: OfferHandler | None = None
+        self._stack: AsyncExitStack | None = None
+        self._streams_or_none: Streams | None = None
+        self._registry_or_none: Registry | None = None
+        self._record: WorkerRecord | None = None
+        self._load_changed = asyncio.Event()
+        self._log = get_logger("runtime", worker=self._identity.worker)
+
+    # ------------------------------------------------------------------ life cycle
+
+    async def __aenter__(self) -> Self:
+        if self._stack is not None:
+            raise ConfigError("runtime", f"{self.name} was entered before; make a new Runtime for a new start")
+        self._stack = stack = AsyncExitStack()
+        try:
+            await self._start(stack)
+        except BaseException:
+            # Not handled, only undone: whatever stopped the start, a cancellation included, goes on to the caller.
+            await stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Leave: unregister, end what is running as cancelled, tell the peers, close. Bounded; idempotent."""
+        if self._stack is not None:
+            await self._stack.aclose()
+
+    async def _start(self, stack: AsyncExitStack) -> None:
+        config, identity = self.config, self._identity
+        broker = self._broker
+        if broker is None:
+            broker = await connect_broker(self._nats)
+            stack.push_async_callback(broker.aclose)
+        streams = Streams(self.pool, config, self._seams.clock)
+        stack.callback(streams.driver.stop)
+        registry = await stack.enter_async_context(
+            Registry(broker, ttl=config.lease_ttl, clock=asyncio.get_running_loop().time, rng=self._seams.rng)
+        )
+        transport = self._transport
+        if transport is None:
+            transport = _ucx_transport(self._data_interface, self._lanes, StagingBudget(config.staging_limit))
+            stack.push_async_callback(transport.aclose)
+        links = Links(identity, transport, registry, streams.driver, config, self._seams, self._lanes)
+        streams.links = links
+        stack.push_async_callback(links.close)
+        address = await transport.start(links.accepted)
+        stack.push_async_callback(streams.close, config.close_wait)
+        streams.set_handler(self._handler)
+        self._streams_or_none, self._registry_or_none = streams, registry
+        self._record = self._describe(address)
+        await registry.register(self._record, on_fenced=self._on_fenced)
+        stack.push_async_callback(self._unregister)
+        publisher = asyncio.create_task(self._publish_loads(registry), name=f"load of {self.worker}")
+        stack.push_async_callback(_end_task, publisher)
+        streams.on_load_changed(self._load_changed.set)
+        self._log.info("registered", host=address.host, port=address.port, roles=self._roles)
+
+    async def _unregister(self) -> None:
+        try:
+            await self._registry.unregister()
+        except KVStreamError as error:
+            self._log.warning("could not unregister; the lease will run out", why=str(error))
+
+    def _describe(self, address: ListenAddress) -> WorkerRecord:
+        identity = self._identity
+        shard = identity.shard
+        return WorkerRecord(
+            name=identity.name,
+            rank=shard.rank,
+            incarnation=identity.incarnation,
+            key=identity.key,
+            roles=self._roles,
+            address=msgspec.convert(address, DataAddress, from_attributes=True),
+            fingerprint=identity.layout.fingerprint(),
+            shard=(shard.tp_rank, shard.tp_size, shard.pp_rank, shard.pp_size),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            protocol=(wire.MIN_VERSION, wire.VERSION),
+            load=self._load(),
+            started=self._seams.wall(),
+        )
+
+    def _load(self) -> Load:
+        streams = self._streams_or_none
+        live = streams.core.streams if streams is not None else 0
+        return Load(live, self.pool.free_blocks, self.pool.blocks)
+
+    async def _publish_loads(self, registry: Registry) -> None:
+        """Keep the load in our record up to date: one update at a time, the newest value each time."""
+        while True:
+            await self._load_changed.wait()
+            self._load_changed.clear()
+            try:
+                await registry.update(load=self._load())
+            except BrokerUnavailable as error:
+                self._log.info("load not published", why=str(error))
+            except Fenced:
+                return
+
+    def _on_fenced(self, error: Fenced) -> None:
+        """Another incarnation holds our name: nothing new may start here, and what runs must end."""
+        self._log.error("fenced", why=str(error))
+        streams = self._streams
+        streams.core.shut(streams.driver.now(), error)
+        streams.driver.pump()
+
+    # ------------------------------------------------------------------ what the user asks
+
+    @property
+    def name(self) -> str:
+        return self._identity.name
+
+    @property
+    def worker(self) -> str:
+        """This worker's id, `instance/rank`."""
+        return self._identity.worker
+
+    @property
+    def incarnation(self) -> str:
+        """Drawn at random at each start: what tells this life of the worker from the one before."""
+        return self._identity.incarnation
+
+    @property
+    def record(self) -> WorkerRecord:
+        """What this worker has registered."""
+        if self._record is None:
+            raise ConfigError("runtime", f"{self.name} has not been entered; use `async with Runtime(...)`")
+        return self._record
+
+    @property
+    def registry(self) -> Registry:
+        """The workers of the cluster: `workers()`, `lookup()`, `watch()`."""
+        return self._registry
+
+    def send(
+        self,
+        stream: str,
+        *,
+        blocks: Sequence[int] | npt.NDArray[np.integer[Any]],
+        tokens: int,
+        to: str | Sequence[str] | None = None,
+        deadline: float | None = None,
+        priority: int = 0,
+        metadata: Any = None,
+        growing: bool = False,
+    ) -> SendStream:
+        """Offer a stream and send it layer by layer as `layer_ready` is called: `async with rt.send(...) as tx`.
+
+        `blocks` is the block table of the prompt's `tokens` in the pool (with `growing=True` it may be short and is
+        completed by `tx.extend`). `to` names a worker, or several that are tried in order, or None for the least loaded
+        decode worker. `deadline` is in seconds from now (default: config.deadline), `metadata` goes to the
+        destination's offer handler. Raises ConfigError at once for bad values; entering raises UnknownWorker or Refused.
+        """
+        streams = self._streams
+        ids = streams.block_table(blocks, tokens, growing=growing)
+        candidates = None if to is None else named_candidates(to, self._identity.shard.rank)
+        if not -1000 <= priority <= 1000:
+            raise ConfigError("priority", f"must be from -1000 to 1000, is {priority}")
+        return SendStream(
+            streams,
+            _stream_id(stream),
+            ids,
+            tokens,
+            route=lambda: self._route(candidates, len(ids)),
+            deadline=_deadline(deadline, self.config.deadline),
+            priority=priority,
+            metadata=wire.encode_metadata(metadata),
+        )
+
+    def receive(
+        self,
+        stream: str,
+        *,
+        blocks: Sequence[int] | npt.NDArray[np.integer[Any]],
+        tokens: int,
+        first_token: int = 0,
+        deadline: float | None = None,
+    ) -> ReceiveStream:
+        """Wait for a stream and take it into these blocks: `async with rt.receive(...) as rx`.
+
+        Of a prefix that is here already, whole blocks before `first_token` are not moved. Raises ConfigError for bad
+        values, a stream that is being received already, or blocks that another live stream writes.
+        """
+        streams = self._streams
+        ids = streams.block_table(blocks, tokens, growing=False)
+        wait = _deadline(deadline, self.config.deadline)
+        return ReceiveStream(streams, _stream_id(stream), ids, tokens, first_token, wait)
+
+    def on_offer(self, handler: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+        """Decorator: `async def handler(offer)` is called, in a task of its own, for each stream that nobody waits for.
+
+        It answers by `offer.accept(blocks=...)` or `offer.refuse(...)`; one that returns without an answer leaves the
+        offer waiting (bounded by config.offer_wait). Its task is cancelled when the source withdraws.
+        """
+        self._handler = handler
+        if self._streams_or_none is not None:
+            self._streams_or_none.set_handler(handler)
+        return handler
+
+    # ------------------------------------------------------------------ helpers
+
+    async def _route(self, candidates: list[str] | None, blocks: int) -> list[str]:
+        """Workers to try, in order. When none of them is there yet, the registry's news is awaited, bounded."""
+        registry = self._registry
+        found = self._choose(candidates, blocks)
+        if found:
+            return found
+        try:
+            async with asyncio.timeout(self.config.connect_timeout / 2), registry.watch() as changes:
+                async for _ in changes:
+                    found = self._choose(candidates, blocks)
+                    if found:
+                        return found
+        except TimeoutError:
+            pass
+        there = ", ".join(record.id for record in registry.workers()[:20]) or "none"
+        if candidates is None:
+            rank = self._identity.shard.rank
+            raise Refused(
+                f"no decode worker of rank {rank} with this layout and {blocks} free blocks among {there}",
+                retry_after=0.5,
+            )
+        raise UnknownWorker("to", f"no worker {' or '.join(candidates)} is registered; there are {there}")
+
+    def _choose(self, candidates: list[str] | None, blocks: int) -> list[str]:
+        registry = self._registry
+        if candidates is None:
+            return default_candidates(registry.workers(), self.record, blocks)
+        return candidates if any(registry.lookup(worker) is not None for worker in candidates) else []
+
+    @property
+    def _streams(self) -> Streams:
+        if self._streams_or_none is None:
+            raise ConfigError("runtime", f"{self.name} has not been entered; use `async with Runtime(...)`")
+        return self._streams_or_none
+
+    @property
+    def _registry(self) -> Registry:
+        if self._registry_or_none is None:
+            raise ConfigError("runtime", f"{self.name} has not been entered; use `async with Runtime(...)`")
+        return self._registry_or_none
+
+
+async def _end_task(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def _lanes(lanes: str | Sequence[str]) -> tuple[Lane, ...]:
+    if lanes == "auto":
+        return LANES
+    chosen = (lanes,) if isinstance(lanes, str) else tuple(lanes)
+    allowed: dict[str, Lane] = {"shared": "shared", "get": "get", "put": "put", "local": "local"}
+    unknown = [lane for lane in chosen if lane not in allowed]
+    if unknown or not chosen:
+        raise ConfigError("lanes", f"{unknown or 'nothing'} is no lane; use 'auto' or any of shared, get, put")
+    return tuple(allowed[lane] for lane in chosen)
+
+
+def _deadline(value: float | None, default: float) -> float:
+    if value is None:
+        return default
+    if not 0 < value < 1e9:
+        raise ConfigError("deadline", f"must be a number of seconds greater than zero, is {value}")
+    return float(value)
+
+
+def _stream_id(stream: str) -> str:
+    if not 0 < len(stream) <= 256:
+        raise ConfigError("stream", f"a stream id has 1 to 256 characters, this one has {len(stream)}")
+    return stream
+
+
+def _ucx_transport(interface: str | None, lanes: tuple[Lane, ...], budget: StagingBudget) -> Transport:
+    # Imported late: a process that brings its own transport needs no ucxx.
+    from kvstream.transport.ucx import UcxTransport
+
+    return UcxTransport(interface=interface, budget=budget, lanes=lanes)

@@ -1,0 +1,373 @@
+"""The two ends of a stream as the user holds them: SendStream and ReceiveStream, and the Offer of an unannounced one.
+
+They own what is per stream and not the scheduler's: block tables, the user's waits, times. They decide nothing; each
+call becomes an event of the scheduler core, and each of its commands for this stream ends up in an `on_*` here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstream import wire
+from kvstream.errors import Cancelled, ConfigError, KVStreamError, Refused
+from kvstream.runtime.reports import StreamReport
+from kvstream.scheduler.commands import Accepted, Ended, Offered
+
+if TYPE_CHECKING:
+    from kvstream.runtime.streams import Streams
+
+__all__ = ["DeviceEvent", "Offer", "ReceiveStream", "SendStream"]
+
+BlockIds = npt.NDArray[np.intp]
+
+
+class DeviceEvent(Protocol):
+    """A recorded device event, such as cupy.cuda.Event: `synchronize` blocks until the device has passed it."""
+
+    def synchronize(self) -> None: ...
+
+
+class _Stream:
+    """What both ends share: identity, block table, times, the one end."""
+
+    def __init__(self, streams: Streams, name: str, ids: BlockIds, tokens: int) -> None:
+        self._streams = streams
+        self._name = name
+        self.ids = ids
+        self._tokens = tokens
+        self.key = 0
+        """The scheduler's key; 0 before the stream is opened."""
+        self._opened = streams.clock()
+        self._accepted = 0.0
+        self._peer = ""
+        self._lane = ""
+        self._epoch = 0
+        self._layer_times = [0.0] * streams.pool.layout.layers
+        self._end: Ended | None = None
+        self._end_time = 0.0
+        self.moved_bytes = 0
+        self._ended = asyncio.Event()
+
+    @property
+    def stream(self) -> str:
+        """The stream's id."""
+        return self._name
+
+    @property
+    def tokens(self) -> int:
+        return self._tokens
+
+    @property
+    def peer(self) -> str:
+        """The other worker as `instance/rank`; empty before it is known."""
+        return self._peer
+
+    @property
+    def epoch(self) -> int:
+        """Counts the destinations that were tried, from 1; 0 before the first."""
+        return self._epoch
+
+    @property
+    def ended(self) -> bool:
+        """Whether the stream has reached its one end on this side."""
+        return self._end is not None
+
+    def cancel(self, reason: str = "cancelled by its user") -> None:
+        """End the stream now; the other side is told. Nothing happens to one that has ended."""
+        self._streams.cancel(self.key, reason)
+
+    async def _report(self) -> StreamReport:
+        await self._ended.wait()
+        end = self._end
+        assert end is not None
+        if end.error is not None:
+            # A fresh traceback for each waiter; the error object itself carries what is valid and what is in doubt.
+            raise end.error.with_traceback(None)
+        return StreamReport(
+            stream=self._name,
+            peer=self._peer,
+            epoch=end.epoch,
+            lane=self._lane,
+            tokens=self._tokens,
+            layers=self._streams.pool.layout.layers,
+            bytes=self.moved_bytes,
+            opened=self._opened,
+            accepted=self._accepted,
+            ended=self._end_time,
+            layer_times=tuple(self._layer_times),
+            provisional=end.provisional,
+        )
+
+    # -- what the scheduler's commands say; called by Streams
+
+    def on_accepted(self, command: Accepted, lane: str) -> None:
+        self._accepted = self._streams.clock()
+        self._peer = command.peer
+        self._epoch = command.epoch
+        self._lane = lane
+        self.moved_bytes = 0
+
+    def on_ended(self, command: Ended) -> None:
+        self._end = command
+        self._end_time = self._streams.clock()
+        self._ended.set()
+
+
+class SendStream(_Stream):
+    """The source's end of a stream. Use it as an async context manager: leaving it before `done` cancels the stream.
+
+    The blocks may be reused as soon as the stream has ended, however it ended: nothing reads them afterwards.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        name: str,
+        ids: BlockIds,
+        tokens: int,
+        *,
+        route: Callable[[], Awaitable[Sequence[str]]],
+        deadline: float,
+        priority: int,
+        metadata: bytes,
+    ) -> None:
+        super().__init__(streams, name, ids, tokens)
+        self._route = route
+        self._deadline = deadline
+        self._priority = priority
+        self._metadata = metadata
+        self._marks: deque[tuple[int, int, int, float, DeviceEvent | None]] = deque()
+        self._wake_due = False
+        self._events: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        candidates = await self._route()
+        self._streams.open_send(
+            self, candidates, deadline=self._deadline, priority=self._priority, metadata=self._metadata
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.ended:
+            self.cancel("left before done()" if error is None else f"its user failed: {type(error).__name__}")
+        if self._events is not None:
+            self._events.cancel()
+            await asyncio.wait([self._events])
+
+    def layer_ready(
+        self, layer: int, tokens: tuple[int, int] | None = None, *, event: DeviceEvent | None = None
+    ) -> None:
+        """KV of `layer` is in the pool, for the tokens [start, stop) (default: all). Callable from any thread; it never
+        blocks and costs microseconds. With `event`, what was recorded before it counts as ready once it has passed.
+
+        Token ranges of a layer come in order; repeating one is harmless. Raises ConfigError for a layer or tokens out
+        of range; a gap, or tokens beyond the blocks given so far, end the stream with one. It does nothing after the
+        end.
+        """
+        layers = len(self._layer_times)
+        if not 0 <= layer < layers:
+            raise ConfigError("layer", f"{layer} is out of range; the layout has layers 0 to {layers - 1}")
+        start, stop = (0, self._tokens) if tokens is None else tokens
+        if not 0 <= start < stop <= self._tokens:
+            raise ConfigError("tokens", f"({start}, {stop}) is not a range within the stream's {self._tokens} tokens")
+        self._marks.append((layer, start, stop, self._streams.clock(), event))
+        if not self._wake_due:
+            self._wake_due = True
+            self._streams.call_threadsafe(self._drain)
+
+    def extend(self, blocks: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
+        """Append block ids to a stream opened with `growing=True`. On the loop's thread. Raises ConfigError."""
+        ids = self._streams.pool.check_blocks(np.concatenate([self.ids, np.asarray(blocks)]))
+        needed = self._streams.pool.layout.blocks_for(self._tokens)
+        if len(ids) > needed:
+            raise ConfigError("blocks", f"{len(ids)} blocks, but {self._tokens} tokens take only {needed}")
+        added = len(ids) - len(self.ids)
+        self.ids = ids
+        self._streams.extend(self.key, added)
+
+    async def done(self, payload: Any = None) -> StreamReport:
+        """Hand over `payload` (None, bool, int, float, str, bytes, list, dict; 4 KiB encoded) and wait for the end.
+
+        Returns when the destination has decided that everything is in place. Raises ConfigError when a layer was not
+        reported ready (the stream goes on), else what ended the stream; PeerLost.in_doubt names a destination that may
+        have finished although its answer was lost. Cancelling this wait does not end the stream; leaving its context
+        does.
+        """
+        data = wire.encode_payload(payload)
+        self._drain()
+        if self._events is not None:
+            await asyncio.wait([self._events])
+        self._streams.finish(self.key, data)
+        return await self._report()
+
+    def _drain(self) -> None:
+        """Hand the marks of the engine's thread to the core. On the loop."""
+        self._wake_due = False
+        while self._marks and self._events is None:
+            layer, start, stop, when, event = self._marks.popleft()
+            if event is None:
+                self._mark(layer, start, stop, when)
+            else:
+                self._events = asyncio.create_task(self._pass_event(event, layer, start, stop))
+                self._events.add_done_callback(self._event_passed)
+
+    async def _pass_event(self, event: DeviceEvent, layer: int, start: int, stop: int) -> None:
+        await asyncio.to_thread(event.synchronize)
+        self._mark(layer, start, stop, self._streams.clock())
+
+    def _event_passed(self, task: asyncio.Task[None]) -> None:
+        self._events = None
+        if task.cancelled() or self.ended:
+            return
+        error = task.exception()
+        if error is not None:
+            failed = KVStreamError(f"stream {self._name}: the device event of a layer failed: {error}")
+            failed.__cause__ = error
+            self._streams.fail(self.key, failed)
+        self._drain()
+
+    def _mark(self, layer: int, start: int, stop: int, when: float) -> None:
+        if stop == self._tokens:
+            self._layer_times[layer] = when
+        self._streams.layer_ready(self.key, layer, start, stop)
+
+
+class ReceiveStream(_Stream):
+    """The destination's end of a stream. Use it as an async context manager: leaving it early cancels the stream.
+
+    Iterating yields each layer's index once, in ascending order, as soon as all its bytes are in place; the iteration
+    ends after the last layer and raises what ended the stream when it fails before.
+    """
+
+    def __init__(
+        self, streams: Streams, name: str, ids: BlockIds, tokens: int, first_token: int, deadline: float
+    ) -> None:
+        super().__init__(streams, name, ids, tokens)
+        self.claimed: BlockIds = ids[:0]
+        """The blocks that this stream writes, while it is live."""
+        self._first_token = first_token
+        self._deadline = deadline
+        self._arrived = [False] * len(self._layer_times)
+        self._upto = 0
+        self._progress = asyncio.Event()
+        self._thread_progress = threading.Condition()
+
+    async def __aenter__(self) -> Self:
+        if self.key == 0:
+            self._streams.open_receive(self, self._first_token, self._deadline)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.ended:
+            return
+        if error is not None or self._upto < len(self._arrived):
+            self.cancel("left before its end" if error is None else f"its user failed: {type(error).__name__}")
+            return
+        await self._report()
+
+    @property
+    def payload(self) -> Any:
+        """What the source gave to `done`; None before the end. ProtocolError when the source sent garbage."""
+        return None if self._end is None else wire.decode_payload(self._end.payload)
+
+    @property
+    def layers_arrived(self) -> int:
+        """How many layers are whole, from layer 0 on without a gap."""
+        return self._upto
+
+    def __aiter__(self) -> AsyncIterator[int]:
+        return self._layers()
+
+    async def _layers(self) -> AsyncIterator[int]:
+        for layer in range(len(self._arrived)):
+            await self._until(layer)
+            yield layer
+
+    async def _until(self, layer: int) -> None:
+        while self._upto <= layer:
+            if self._end is not None:
+                raise self._end.error or Cancelled(f"stream {self._name}: ended before layer {layer}")
+            self._progress.clear()
+            await self._progress.wait()
+
+    def wait_layer(self, layer: int, timeout: float) -> None:
+        """For the engine's threads: block until `layer` and all before it are in place, at most `timeout` seconds.
+
+        Raises TimeoutError, or what ended the stream. Never call it on the loop's thread.
+        """
+        with self._thread_progress:
+            arrived = self._thread_progress.wait_for(lambda: self._upto > layer or self._end is not None, timeout)
+        if self._upto > layer:
+            return
+        if not arrived:
+            raise TimeoutError(f"stream {self._name}: layer {layer} did not arrive within {timeout} s")
+        assert self._end is not None
+        raise self._end.error or Cancelled(f"stream {self._name}: ended before layer {layer}")
+
+    async def done(self) -> StreamReport:
+        """Wait for the end: every byte in place, the source's payload taken over. Raises what ended the stream, with
+        `valid_layers` set to those that are whole."""
+        return await self._report()
+
+    def on_arrived(self, layer: int) -> None:
+        self._layer_times[layer] = self._streams.clock()
+        with self._thread_progress:
+            self._arrived[layer] = True
+            while self._upto < len(self._arrived) and self._arrived[self._upto]:
+                self._upto += 1
+            self._thread_progress.notify_all()
+        self._progress.set()
+
+    def on_ended(self, command: Ended) -> None:
+        with self._thread_progress:
+            super().on_ended(command)
+            self._thread_progress.notify_all()
+        self._progress.set()
+
+
+class Offer:
+    """A stream that a source offers and nobody has called receive() for. Answer it once: accept or refuse."""
+
+    def __init__(self, streams: Streams, command: Offered) -> None:
+        self._streams = streams
+        self._id = command.offer
+        self._answered = False
+        self.stream = command.stream
+        self.peer = command.peer
+        """The source, as `instance/rank`."""
+        self.tokens = command.tokens
+        self.epoch = command.epoch
+        self.priority = command.priority
+        self.deadline = command.deadline
+        """What was left of the stream's deadline when the offer was sent, in seconds."""
+        self.metadata: Any = wire.decode_payload(command.metadata)
+
+    @property
+    def answered(self) -> bool:
+        return self._answered
+
+    def accept(self, blocks: Sequence[int] | npt.NDArray[np.integer[Any]], *, first_token: int = 0) -> ReceiveStream:
+        """Take the stream into these blocks. The stream runs whether or not the result is entered as a context.
+
+        Raises ConfigError (the offer stays open) or Refused when it is too late.
+        """
+        stream = self._streams.accept_offer(self, self._id, blocks, first_token)
+        self._answered = True
+        return stream
+
+    def refuse(self, reason: str, *, retry_after: float | None = None) -> None:
+        """Decline it; the source gets a Refused with this text and goes on to its next candidate, if it has one."""
+        self._answered = True
+        self._streams.refuse_offer(self._id, Refused(reason, retry_after))

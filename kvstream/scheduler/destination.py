@@ -1,0 +1,411 @@
+"""The destination half of the scheduler core: the life of incoming streams from `receive` or an offer to their one end.
+
+It owns pending offers, the order of reads, confirmations and the decision that a stream is done. The source never
+hears that a stream has ended while a read of its slots is under way here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from kvstream import wire
+from kvstream.errors import (
+    ConfigError,
+    Corrupted,
+    DeadlineExceeded,
+    KVStreamError,
+    ProtocolError,
+    Refused,
+    from_code,
+)
+from kvstream.scheduler.commands import Accepted, Arrived, Ended, Move, Offered, Withdrawn
+from kvstream.scheduler.inbound import Inbound, Phase
+from kvstream.scheduler.links import Ending, Link
+from kvstream.scheduler.offers import Offers, PendingOffer
+from kvstream.scheduler.outbound import first_block
+from kvstream.scheduler.shared import Shared, about, text_of
+from kvstream.scheduler.timers import Timer
+
+__all__ = ["Destination"]
+
+
+class Destination:
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._streams: dict[int, Inbound] = {}
+        self._names: dict[str, Inbound] = {}
+        self._offers = Offers()
+        self._handler = False
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    # ------------------------------------------------------------------ the user's events
+
+    def set_handler(self, present: bool) -> None:
+        self._handler = present
+        if present:
+            for offer in self._offers:
+                self._ask(offer)
+
+    def receive(self, now: float, name: str, *, tokens: int, deadline: float, first_token: int) -> int:
+        self._shared.check_open()
+        if math.isnan(deadline):
+            raise ConfigError("deadline", "must be a number of seconds, is NaN")
+        if name in self._names:
+            raise ConfigError("stream", f"{name!r} is already being received; a stream id is unique while it lives")
+        self._check_room()
+        offer = self._offers.named(name)
+        if offer is not None and offer.frame.tokens != tokens:
+            error = _tokens_differ(name, offer.frame.tokens, tokens)
+            self._withdraw(offer, error)
+            self._refuse(offer.link, offer.frame, error)
+            raise error
+        stream = self._new(name, tokens, first_token, now + deadline)
+        if offer is not None:
+            self._take(offer)
+            self._bind(now, stream, offer)
+        return stream.key
+
+    def accept(self, now: float, offer_id: int, first_token: int) -> int:
+        self._shared.check_open()
+        offer = self._offers.get(offer_id)
+        if offer is None:
+            raise Refused("the offer can't be accepted any more: it was answered, withdrawn, or its time is over")
+        self._check_room()
+        stream = self._new(offer.frame.stream, offer.frame.tokens, first_token, offer.stream_expires)
+        self._take(offer)
+        self._bind(now, stream, offer)
+        return stream.key
+
+    def refuse(self, offer_id: int, error: KVStreamError) -> None:
+        offer = self._offers.get(offer_id)
+        if offer is not None:
+            self._take(offer)
+            self._refuse(offer.link, offer.frame, error)
+
+    def refuse_all(self, error: KVStreamError) -> None:
+        for offer in self._offers:
+            self._withdraw(offer, error)
+            self._refuse(offer.link, offer.frame, error)
+
+    def fail(self, key: int, error: KVStreamError) -> None:
+        stream = self._streams.get(key)
+        if stream is not None:
+            self._end(stream, about(error, stream.name))
+
+    def fail_all(self, error: KVStreamError) -> None:
+        for stream in list(self._streams.values()):
+            self._end(stream, about(error, stream.name))
+
+    # ------------------------------------------------------------------ time
+
+    def offer_expired(self, offer_id: int) -> None:
+        offer = self._offers.get(offer_id)
+        if offer is not None:
+            waited = self._shared.config.offer_wait
+            error = Refused(f"nobody at the destination answered the offer within {waited} s", retry_after=1.0)
+            self._withdraw(offer, error)
+            self._refuse(offer.link, offer.frame, error)
+
+    def expired(self, key: int) -> None:
+        """A stream's deadline has passed, or its wait for the answer to its End "done"."""
+        stream = self._streams[key]
+        if stream.phase is Phase.WAITING:
+            state = "no source has offered it"
+        else:
+            state = f"{stream.arrived} of {stream.layers} layers had arrived from {stream.peer}"
+        self._end(stream, DeadlineExceeded(f"stream {stream.name}: the deadline passed ({state})"))
+
+    # ------------------------------------------------------------------ links
+
+    def link_lost(self, link: Link, error: KVStreamError) -> None:
+        for offer in list(link.offers.values()):
+            self._withdraw(offer, error)
+        for stream in list(link.inbound.values()):
+            self._end(stream, about(error, stream.name))
+
+    # ------------------------------------------------------------------ reports on Move
+
+    def moved(self, now: float, link: Link, command: Move) -> None:
+        link.moving -= 1
+        stream = self._streams.get(command.stream)
+        if stream is None:
+            self._late_move(link, command)
+            return
+        confirmed = stream.confirmed
+        layer = stream.moved(command.chunk)
+        if layer is not None:
+            self._shared.commands.append(Arrived(stream.key, layer))
+        if stream.confirmed > confirmed:
+            self._shared.transmit(link, wire.Confirm(stream.num, stream.epoch, stream.confirmed))
+            self._decide(now, link, stream)
+
+    def move_failed(self, link: Link, command: Move, error: KVStreamError) -> None:
+        link.moving -= 1
+        stream = self._streams.get(command.stream)
+        if stream is None:
+            self._late_move(link, command)
+            return
+        del stream.moving[command.chunk]
+        self._end(stream, about(error, stream.name))
+
+    def _late_move(self, link: Link, command: Move) -> None:
+        """A read for a stream that ended meanwhile: after the last one the source may hear the end."""
+        for num, ending in link.ending.items():
+            if ending.stream == command.stream and ending.last_word is not None:
+                ending.moving -= 1
+                if ending.moving == 0:
+                    last, ending.last_word = ending.last_word, None
+                    self._shared.transmit(link, last)
+                    if last.answer:
+                        del link.ending[num]
+                return
+
+    # ------------------------------------------------------------------ frames
+
+    def on_offer(self, now: float, link: Link, frame: wire.Offer) -> None:
+        shared = self._shared
+        if frame.num <= link.last_num:
+            shared.counters.stale_frames += 1
+            return
+        link.last_num = frame.num
+        waiting = self._names.get(frame.stream)
+        error = self._judge(frame, waiting)
+        if error is not None:
+            self._refuse(link, frame, error)
+            return
+        remaining = shared.config.deadline if frame.deadline is None else frame.deadline
+        offer = PendingOffer(shared.next_id(), link, frame, now + remaining)
+        shared.watch(now, link)
+        if waiting is None:
+            self._offers.add(offer)
+            shared.timers.arm(now + min(shared.config.offer_wait, remaining), Timer.OFFER, offer.id)
+            if self._handler:
+                self._ask(offer)
+        elif waiting.tokens != frame.tokens:
+            error = _tokens_differ(frame.stream, frame.tokens, waiting.tokens)
+            self._refuse(link, frame, error)
+            self._end(waiting, error)
+        else:
+            self._bind(now, waiting, offer)
+
+    def on_ready(self, link: Link, frame: wire.Ready) -> None:
+        stream = self._on_link(link, frame.num, frame.epoch)
+        if stream is None:
+            return
+        if frame.slot >= link.slots:
+            raise ProtocolError(f"stream {stream.name}: a chunk in slot {frame.slot} of {link.slots}")
+        if link.moving == link.slots:
+            raise ProtocolError(f"more chunks announced and not confirmed than there are slots ({link.slots})")
+        stream.ready(frame)
+        link.moving += 1
+        self._shared.commands.append(
+            Move(
+                link.id,
+                stream.key,
+                stream.epoch,
+                frame.chunk,
+                frame.layer,
+                frame.first,
+                frame.count,
+                frame.slot,
+                frame.generation,
+                (stream.expires, stream.age, frame.chunk),
+            )
+        )
+
+    def on_end(self, now: float, link: Link, frame: wire.End) -> None:
+        ending = link.ending.get(frame.num)
+        if ending is not None and ending.epoch == frame.epoch:
+            if ending.last_word is None:
+                del link.ending[frame.num]
+            else:
+                # Our End waits for the last read; the source has spoken first, so ours will be the answer to it.
+                ending.last_word = msgspec.structs.replace(ending.last_word, answer=True)
+            return
+        offer = link.offers.get(frame.num)
+        if offer is not None and offer.frame.epoch == frame.epoch:
+            self._withdraw(offer, from_code(frame.code, frame.message))
+            self._shared.answer(link, frame)
+            return
+        stream = self._on_link(link, frame.num, frame.epoch)
+        if stream is None:
+            self._shared.answer(link, frame)
+        else:
+            self._told(now, link, stream, frame)
+
+    def _told(self, now: float, link: Link, stream: Inbound, frame: wire.End) -> None:
+        """The source ended the stream, or said that it has announced everything, or heard our decision."""
+        if stream.phase is not Phase.DECIDED and frame.answer:
+            raise ProtocolError(f"stream {stream.name}: an answer to an end that was never sent")
+        if frame.code != "done":
+            self._end(stream, from_code(frame.code, frame.message), answer=True)
+        elif frame.answer:
+            self._finish(stream, None, provisional=False)
+        elif stream.source_end is not None:
+            self._shared.late(link, frame.num)
+        elif frame.chunks != stream.chunks:
+            raise ProtocolError(f"stream {stream.name}: {frame.chunks} chunks at the end, {stream.chunks} announced")
+        else:
+            stream.source_end = frame
+            self._decide(now, link, stream)
+
+    def _on_link(self, link: Link, num: int, epoch: int) -> Inbound | None:
+        stream = link.inbound.get(num)
+        if stream is not None and stream.epoch == epoch:
+            return stream
+        self._shared.late(link, num)
+        return None
+
+    # ------------------------------------------------------------------ streams
+
+    def _new(self, name: str, tokens: int, first_token: int, expires: float) -> Inbound:
+        shared = self._shared
+        if not 0 <= first_token <= tokens:
+            raise ConfigError("first_token", f"must be 0 to {tokens}, the stream's tokens, is {first_token}")
+        stream = Inbound(
+            key=shared.next_id(),
+            name=name,
+            tokens=tokens,
+            blocks=math.ceil(tokens / shared.block_tokens),
+            first_block=first_block(first_token, tokens, shared.block_tokens),
+            layers=shared.layers,
+            expires=expires,
+            age=shared.next_id(),
+        )
+        self._streams[stream.key] = stream
+        self._names[name] = stream
+        shared.timers.arm(expires, Timer.INBOUND, stream.key)
+        return stream
+
+    def _bind(self, now: float, stream: Inbound, offer: PendingOffer) -> None:
+        """Join a waiting stream and an offer."""
+        shared, link = self._shared, offer.link
+        stream.link = link
+        stream.peer = link.peer
+        stream.num = offer.frame.num
+        stream.epoch = offer.frame.epoch
+        stream.phase = Phase.STREAMING
+        if offer.stream_expires < stream.expires:
+            stream.expires = offer.stream_expires
+            shared.timers.arm(stream.expires, Timer.INBOUND, stream.key)
+        link.inbound[stream.num] = stream
+        shared.commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch))
+        first_token = min(stream.tokens, stream.first_block * shared.block_tokens)
+        shared.transmit(link, wire.Accept(stream.num, stream.epoch, first_token))
+        if stream.first_block == stream.blocks:
+            stream.arrived = stream.layers
+            shared.commands.extend(Arrived(stream.key, layer) for layer in range(stream.layers))
+
+    def _decide(self, now: float, link: Link, stream: Inbound) -> None:
+        """The destination decides: done when the source said that this was all, and all is in place."""
+        if stream.source_end is None or stream.confirmed < stream.chunks:
+            return
+        if not stream.whole:
+            lacking = [layer for layer, missing in enumerate(stream.missing) if missing]
+            error = Corrupted(f"stream {stream.name}: the source is done, but layers {lacking[:8]} are not whole")
+            self._end(stream, error)
+            return
+        stream.phase = Phase.DECIDED
+        self._shared.transmit(link, wire.End(stream.num, stream.epoch, "done", chunks=stream.chunks))
+        self._shared.timers.arm(now + self._shared.config.end_wait, Timer.INBOUND, stream.key)
+
+    def _end(self, stream: Inbound, error: KVStreamError, *, answer: bool = False) -> None:
+        """End a stream with an error, unless it is decided: the source may have heard that it is done, so it is.
+
+        The source hears of it when no read of its slots is under way; `answer` when it was the source that ended it.
+        """
+        if stream.phase is Phase.DECIDED:
+            self._finish(stream, None, provisional=True)
+            return
+        link = stream.link
+        if link is not None:
+            error.valid_layers = stream.valid_layers
+            last = wire.End(stream.num, stream.epoch, error.code, text_of(error), answer=answer)
+            moving = len(stream.moving)
+            if moving or not answer:
+                ending = Ending(stream.key, stream.epoch, link.beats, moving=moving)
+                ending.last_word = last if moving else None
+                link.ending[stream.num] = ending
+            if not moving:
+                self._shared.transmit(link, last)
+        self._finish(stream, error, provisional=False)
+
+    def _finish(self, stream: Inbound, error: KVStreamError | None, *, provisional: bool) -> None:
+        """The one place where a destination's stream ends."""
+        stream.phase = Phase.ENDED
+        del self._streams[stream.key]
+        del self._names[stream.name]
+        self._shared.timers.cancel(Timer.INBOUND, stream.key)
+        if stream.link is not None:
+            del stream.link.inbound[stream.num]
+        payload = stream.source_end.payload if stream.source_end is not None and error is None else b""
+        self._shared.ended(Ended(stream.key, error, payload, stream.epoch, stream.peer, provisional))
+
+    def _check_room(self) -> None:
+        if len(self._streams) >= self._shared.config.max_streams:
+            raise Refused(f"{len(self._streams)} streams are being received already (max_streams)", retry_after=0.1)
+
+    # ------------------------------------------------------------------ offers
+
+    def _judge(self, frame: wire.Offer, waiting: Inbound | None) -> KVStreamError | None:
+        """Why an offer has to be refused at once, if it has."""
+        if self._shared.closed is not None:
+            return Refused(self._shared.closed)
+        if frame.tokens < 1:
+            return ConfigError("tokens", f"must be at least 1, is {frame.tokens}")
+        if waiting is not None:
+            if waiting.phase is Phase.WAITING:
+                return None
+            return ConfigError("stream", f"{frame.stream!r} is already being received from {waiting.peer}")
+        pending = self._offers.named(frame.stream)
+        if pending is not None:
+            return ConfigError("stream", f"{frame.stream!r} is already offered by {pending.link.peer}")
+        config = self._shared.config
+        if len(self._offers) >= config.max_pending_offers:
+            return Refused(f"{len(self._offers)} offers are waiting already (max_pending_offers)", retry_after=0.2)
+        if len(self._streams) >= config.max_streams:
+            return Refused(f"{len(self._streams)} streams are being received already (max_streams)", retry_after=0.2)
+        return None
+
+    def _ask(self, offer: PendingOffer) -> None:
+        if offer.asked:
+            return
+        offer.asked = True
+        frame = offer.frame
+        self._shared.commands.append(
+            Offered(
+                offer.id,
+                offer.link.peer,
+                frame.stream,
+                frame.epoch,
+                frame.tokens,
+                frame.priority,
+                frame.deadline,
+                frame.metadata,
+            )
+        )
+
+    def _take(self, offer: PendingOffer) -> None:
+        self._offers.remove(offer)
+        self._shared.timers.cancel(Timer.OFFER, offer.id)
+
+    def _withdraw(self, offer: PendingOffer, error: KVStreamError) -> None:
+        """Take an offer away from a handler that may be at work on it."""
+        self._take(offer)
+        if offer.asked:
+            self._shared.commands.append(Withdrawn(offer.id, error))
+
+    def _refuse(self, link: Link, frame: wire.Offer, error: KVStreamError) -> None:
+        self._shared.counters.offers_refused += 1
+        retry_after = error.retry_after if isinstance(error, Refused) else None
+        if retry_after is not None:
+            retry_after = min(max(0.0, retry_after), wire.MAX_SECONDS)
+        self._shared.transmit(link, wire.Refuse(frame.num, frame.epoch, error.code, text_of(error), retry_after))
+
+
+def _tokens_differ(name: str, offered: int, expected: int) -> ConfigError:
+    return ConfigError("tokens", f"stream {name!r} is offered with {offered} tokens but received with {expected}")

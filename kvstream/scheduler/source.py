@@ -1,0 +1,350 @@
+"""The source half of the scheduler core: the life of outgoing streams from `send` to their one end.
+
+It owns candidates, offers, slots and their order, announcements and the source's End. A slot that was announced is
+never given out again before the peer has confirmed it, has ended the stream, or the link is gone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from kvstream import wire
+from kvstream.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    KVStreamError,
+    PeerLost,
+    ProtocolError,
+    Refused,
+    from_code,
+)
+from kvstream.scheduler.commands import Accepted, Dial, Ended, Stage
+from kvstream.scheduler.links import Ending, Link
+from kvstream.scheduler.outbound import Outbound, Phase
+from kvstream.scheduler.shared import Shared, about, text_of
+from kvstream.scheduler.timers import Timer
+
+__all__ = ["Source"]
+
+
+class Source:
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._streams: dict[int, Outbound] = {}
+        self._names: set[str] = set()
+        self._outgoing: dict[str, Link] = {}
+        self._connecting: dict[str, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    # ------------------------------------------------------------------ the user's events
+
+    def send(
+        self,
+        now: float,
+        name: str,
+        *,
+        tokens: int,
+        held: int,
+        candidates: Sequence[str],
+        deadline: float,
+        priority: int,
+        metadata: bytes,
+    ) -> int:
+        shared = self._shared
+        shared.check_open()
+        _check_offer(name, tokens, candidates, deadline, priority, metadata)
+        if name in self._names:
+            raise ConfigError("stream", f"{name!r} is already being sent; a stream id is unique while it lives")
+        if len(self._streams) >= shared.config.max_streams:
+            raise Refused(f"{len(self._streams)} streams are being sent already (max_streams)", retry_after=0.1)
+        stream = Outbound(
+            key=shared.next_id(),
+            name=name,
+            tokens=tokens,
+            blocks=math.ceil(tokens / shared.block_tokens),
+            held=held,
+            layers=shared.layers,
+            block_tokens=shared.block_tokens,
+            candidates=list(candidates),
+            expires=now + deadline,
+            priority=priority,
+            metadata=metadata,
+            age=shared.next_id(),
+        )
+        self._streams[stream.key] = stream
+        self._names.add(name)
+        shared.timers.arm(stream.expires, Timer.OUTBOUND, stream.key)
+        self._try_next(now, stream)
+        return stream.key
+
+    def layer_ready(self, key: int, layer: int, start: int, stop: int) -> None:
+        stream = self._streams.get(key)
+        if stream is not None:
+            stream.advance(layer, start, stop)
+            self._continue(stream)
+
+    def extend(self, key: int, blocks: int) -> None:
+        stream = self._streams.get(key)
+        if stream is not None:
+            stream.held += blocks
+
+    def finish(self, key: int, payload: bytes) -> None:
+        stream = self._streams.get(key)
+        if stream is None:
+            return
+        if not stream.all_ready:
+            missing = stream.missing_layers
+            shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            raise ConfigError("done", f"layer_ready has not covered all {stream.tokens} tokens of layers {shown}")
+        stream.payload = payload
+        self._continue(stream)
+
+    def fail(self, key: int, error: KVStreamError) -> None:
+        stream = self._streams.get(key)
+        if stream is not None:
+            self._end(stream, about(error, stream.name), tell=True)
+
+    def fail_all(self, error: KVStreamError) -> None:
+        for key in list(self._streams):
+            self.fail(key, error)
+
+    def expired(self, key: int) -> None:
+        """A stream's deadline has passed."""
+        stream = self._streams[key]
+        state = f"{stream.phase.value} to {stream.peer}"
+        if stream.phase in (Phase.STREAMING, Phase.FINISHING):
+            state += f", {stream.confirmed} of {stream.announced} announced chunks confirmed"
+        if missing := len(stream.missing_layers):
+            state += f", {missing} layers not ready"
+        self._end(stream, DeadlineExceeded(f"stream {stream.name}: the deadline passed ({state})"), tell=True)
+
+    # ------------------------------------------------------------------ links
+
+    def link_up(self, now: float, link: Link) -> None:
+        self._outgoing[link.peer] = link
+        for stream in self._connected(link.peer):
+            self._offer(now, stream, link)
+
+    def link_failed(self, now: float, peer: str, error: KVStreamError) -> None:
+        for stream in self._connected(peer):
+            self._next_or_end(now, stream, error)
+
+    def link_lost(self, now: float, link: Link, error: KVStreamError) -> None:
+        if self._outgoing.get(link.peer) is link:
+            del self._outgoing[link.peer]
+        for stream in list(link.outbound.values()):
+            if stream.phase is Phase.FINISHING:
+                self._end(stream, _in_doubt(error, stream), tell=False)
+            else:
+                self._next_or_end(now, stream, error)
+
+    def _connected(self, peer: str) -> list[Outbound]:
+        """The streams that waited for a connection to this peer and are still alive."""
+        keys = self._connecting.pop(peer, [])
+        return [stream for key in keys if (stream := self._streams.get(key)) is not None]
+
+    # ------------------------------------------------------------------ reports on Stage
+
+    def staged(self, link: Link, command: Stage, generation: int) -> None:
+        stream = self._staging(command)
+        if stream is None:
+            self._release(link, [command.slot])
+            return
+        stream.staged[command.chunk] = wire.Ready(
+            stream.num,
+            stream.epoch,
+            command.chunk,
+            command.layer,
+            command.first,
+            command.count,
+            command.slot,
+            generation,
+        )
+        for ready in stream.announce():
+            self._shared.transmit(link, ready)
+        self._continue(stream)
+
+    def stage_failed(self, link: Link, command: Stage, error: KVStreamError) -> None:
+        stream = self._staging(command)
+        if stream is not None:
+            self._end(stream, about(error, stream.name), tell=True)
+        self._release(link, [command.slot])
+
+    def _staging(self, command: Stage) -> Outbound | None:
+        stream = self._streams.get(command.stream)
+        return stream if stream is not None and stream.epoch == command.epoch else None
+
+    # ------------------------------------------------------------------ frames
+
+    def on_frame(self, now: float, link: Link, frame: wire.Accept | wire.Refuse | wire.Confirm) -> None:
+        stream = self._on_link(link, frame.num, frame.epoch)
+        if stream is None:
+            return
+        if isinstance(frame, wire.Confirm):
+            if frame.chunks > stream.announced:
+                raise ProtocolError(
+                    f"stream {stream.name}: {frame.chunks} chunks confirmed of {stream.announced} announced"
+                )
+            self._release(link, stream.confirm(frame.chunks))
+        elif stream.phase is not Phase.OFFERED:
+            raise ProtocolError(f"stream {stream.name}: a second answer to its offer")
+        elif isinstance(frame, wire.Accept):
+            if frame.first_token > stream.tokens:
+                raise ProtocolError(f"stream {stream.name}: accepted from token {frame.first_token} of {stream.tokens}")
+            stream.accepted(frame.first_token)
+            self._shared.commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch))
+            self._continue(stream)
+        else:
+            del link.outbound[stream.num]
+            self._next_or_end(now, stream, from_code(frame.code, frame.message, retry_after=frame.retry_after))
+
+    def on_end(self, link: Link, frame: wire.End) -> None:
+        ending = link.ending.get(frame.num)
+        if ending is not None and ending.epoch == frame.epoch:
+            # Whether it answers our End or has crossed it: the peer reads no more.
+            del link.ending[frame.num]
+            self._release(link, ending.slots)
+            return
+        stream = self._on_link(link, frame.num, frame.epoch)
+        if stream is None:
+            self._shared.answer(link, frame)
+            return
+        done = frame.code == "done"
+        if (done or frame.answer) and stream.phase is not Phase.FINISHING:
+            raise ProtocolError(f"stream {stream.name}: an answer to an end that was never sent")
+        if done and frame.answer:
+            raise ProtocolError(f"stream {stream.name}: an answer in place of a decision")
+        self._shared.answer(link, frame)
+        slots = [slot for _, slot in stream.in_flight]
+        error = None if done else from_code(frame.code, frame.message)
+        self._end(stream, error, tell=False)
+        self._release(link, slots)
+
+    def _on_link(self, link: Link, num: int, epoch: int) -> Outbound | None:
+        stream = link.outbound.get(num)
+        if stream is not None and stream.epoch == epoch:
+            return stream
+        self._shared.late(link, num)
+        return None
+
+    # ------------------------------------------------------------------ steps
+
+    def _try_next(self, now: float, stream: Outbound) -> None:
+        peer = stream.candidates.pop(0)
+        stream.offer_to(peer)
+        link = self._outgoing.get(peer)
+        if link is not None and not link.dropping:
+            self._offer(now, stream, link)
+        elif peer in self._connecting:
+            self._connecting[peer].append(stream.key)
+        else:
+            self._connecting[peer] = [stream.key]
+            self._shared.commands.append(Dial(peer))
+
+    def _next_or_end(self, now: float, stream: Outbound, error: KVStreamError) -> None:
+        """This destination is out: on to the next candidate, or the end."""
+        if stream.candidates:
+            self._try_next(now, stream)
+        else:
+            self._end(stream, about(error, stream.name), tell=False)
+
+    def _offer(self, now: float, stream: Outbound, link: Link) -> None:
+        link.last_num += 1
+        stream.num = link.last_num
+        stream.link = link
+        stream.phase = Phase.OFFERED
+        link.outbound[stream.num] = stream
+        self._shared.watch(now, link)
+        remaining = min(max(0.0, stream.expires - now), wire.MAX_SECONDS)
+        frame = wire.Offer(
+            stream.num, stream.epoch, stream.name, stream.tokens, remaining, stream.priority, stream.metadata
+        )
+        self._shared.transmit(link, frame)
+
+    def _continue(self, stream: Outbound) -> None:
+        """Do what the stream's state allows now: stage what is ready, finish when all is announced."""
+        link = stream.link
+        if link is None or stream.phase is not Phase.STREAMING:
+            return
+        if stream.pending:
+            link.enqueue(stream)
+            self._stage(link)
+        if stream.payload is not None and stream.drained:
+            stream.phase = Phase.FINISHING
+            end = wire.End(stream.num, stream.epoch, "done", chunks=stream.chunks, payload=stream.payload)
+            self._shared.transmit(link, end)
+
+    def _stage(self, link: Link) -> None:
+        """Give free slots to ready chunks, the most urgent stream first."""
+        while link.free and not link.dropping and (stream := link.next_waiting()) is not None:
+            slot = link.free.pop()
+            chunk, piece = stream.cut(link.slot_blocks)
+            self._shared.commands.append(
+                Stage(
+                    link.id,
+                    stream.key,
+                    stream.epoch,
+                    chunk,
+                    piece.layer,
+                    piece.first,
+                    piece.stop - piece.first,
+                    slot,
+                    (stream.urgency, stream.age, chunk),
+                )
+            )
+            link.enqueue(stream)
+
+    def _release(self, link: Link, slots: Iterable[int]) -> None:
+        link.release(slots)
+        self._stage(link)
+
+    def _end(self, stream: Outbound, error: KVStreamError | None, *, tell: bool) -> None:
+        """The one place where a source's stream ends. With `tell` the peer hears of it, and the slots that it may read
+        stay taken until it answers; those still being staged come back with the report on their Stage."""
+        shared = self._shared
+        del self._streams[stream.key]
+        self._names.remove(stream.name)
+        shared.timers.cancel(Timer.OUTBOUND, stream.key)
+        if tell and error is not None and stream.phase is Phase.FINISHING and stream.peer is not None:
+            error.in_doubt = (stream.peer,)
+        stream.phase = Phase.ENDED
+        shared.ended(Ended(stream.key, error, b"", stream.epoch, stream.peer, provisional=False))
+        link = stream.link
+        if link is None:
+            return
+        link.outbound.pop(stream.num, None)
+        if tell and error is not None:
+            slots = [slot for _, slot in stream.in_flight]
+            link.ending[stream.num] = Ending(stream.key, stream.epoch, link.beats, slots)
+            shared.transmit(link, wire.End(stream.num, stream.epoch, error.code, text_of(error)))
+        self._release(link, [ready.slot for ready in stream.staged.values()])
+
+
+def _check_offer(
+    name: str, tokens: int, candidates: Sequence[str], deadline: float, priority: int, metadata: bytes
+) -> None:
+    """Raise ConfigError for what a peer would refuse to decode: that would cost the connection, not just the stream."""
+    if not 0 < len(name) <= wire.MAX_STREAM_ID or name != name.encode(errors="replace").decode():
+        raise ConfigError("stream", f"must be 1 to {wire.MAX_STREAM_ID} characters of valid Unicode, is {name!r}")
+    if not 0 < tokens <= wire.MAX_COUNT:
+        raise ConfigError("tokens", f"must be 1 to {wire.MAX_COUNT}, is {tokens}")
+    if not candidates:
+        raise ConfigError("to", "names no destination")
+    if math.isnan(deadline):
+        raise ConfigError("deadline", "must be a number of seconds, is NaN")
+    if abs(priority) > wire.MAX_PRIORITY:
+        raise ConfigError("priority", f"must be {-wire.MAX_PRIORITY} to {wire.MAX_PRIORITY}, is {priority}")
+    if len(metadata) > wire.MAX_METADATA:
+        raise ConfigError("metadata", f"takes {len(metadata)} bytes, the limit is {wire.MAX_METADATA}")
+
+
+def _in_doubt(error: KVStreamError, stream: Outbound) -> KVStreamError:
+    mine = PeerLost(
+        f"stream {stream.name}: everything was sent, but {stream.peer}'s decision did not come back: {error}"
+    )
+    mine.__cause__ = error.__cause__
+    mine.in_doubt = (stream.peer,) if stream.peer is not None else ()
+    return mine

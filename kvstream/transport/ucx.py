@@ -1,0 +1,689 @@
+"""The transport over UCX: control messages as active messages, bytes by the lanes `shared`, `get` and `put`.
+
+Owns which lane a connection gets, the slots' memory, and the fence that must be reached before that memory is used for
+anything else. It must never free, unmap or hand back staging memory while an operation on it has no final status, never
+let a peer write into memory whose writing this side can't end alone, and never `get` over TCP (a receiver that closes
+would abort the source's process).
+
+There are two UCP workers. One speaks TCP only: there a force-close really ends the peer's puts. The other may use
+everything (CMA, CUDA IPC, RDMA) and serves connections whose lane is `get`; it has a listener of its own
+(`ListenAddress.get_port`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from typing import Annotated, TypeVar
+
+import msgspec
+import structlog
+
+from kvstream.errors import ConfigError, Corrupted, KVStreamError, PeerLost, ProtocolError, Refused
+from kvstream.transport import _ucp
+from kvstream.transport._host import Interface, has_rdma, host_id, read_process, resolve_interface
+from kvstream.transport._mailbox import Mailbox
+from kvstream.transport._probe import LaneReport, probe_lanes
+from kvstream.transport._slots import HEADER, NONCE_BYTES, MemoryFile, Slots, allocate, area_bytes, map_peer
+from kvstream.transport._worker import Endpoint, Region, UcpWorker
+from kvstream.transport.base import (
+    LANES,
+    MAX_MESSAGE,
+    ByteView,
+    Connection,
+    Lane,
+    ListenAddress,
+    StagingBudget,
+    Transport,
+)
+
+__all__ = ["LaneReport", "UcxConnection", "UcxTransport", "probe_lanes"]
+
+_BACKLOG = 4096
+"""Control messages that may be unsent, and received but undelivered, on one connection."""
+
+_MAX_SLOTS = 4096
+_MAX_SLOT_BYTES = 1 << 30
+
+# Transports by which UCX reads another process's memory without that process: on one host, and between hosts.
+_HOST_READS = frozenset({"cma", "knem", "xpmem"})
+_NETWORK_READS = ("rc", "dc")
+
+_T = TypeVar("_T")
+_Count = Annotated[int, msgspec.Meta(ge=1, le=_MAX_SLOTS)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=_MAX_SLOT_BYTES)]
+_Word = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Key = Annotated[bytes, msgspec.Meta(max_length=1024)]
+_Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+
+_log = structlog.get_logger(__name__)
+
+
+class _Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="ucx-offer"):
+    """The source's staging: where another process of the host finds it, and how UCX reaches it (`get`)."""
+
+    lanes: tuple[Lane, ...]
+    slots: _Count
+    slot_bytes: _Size
+    nonce: _Nonce
+    host_id: Annotated[str, msgspec.Meta(max_length=256)]
+    pid: _Word
+    fd: _Word
+    address: _Word
+    rkey: _Key
+
+
+class _Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="ucx-answer"):
+    """The lane, and for `put` where the destination's staging is."""
+
+    lane: Lane
+    nonce: _Nonce
+    address: _Word = 0
+    rkey: _Key = b""
+
+
+class UcxConnection(Connection):
+    """One end of a connection. Made by UcxTransport."""
+
+    def __init__(self, owner: UcxTransport, endpoint: Endpoint, *, dialed: bool, reads: bool) -> None:
+        self.dialed = dialed
+        self.peer_address = endpoint.peer_address
+        self.lane: Lane | None = None
+        self.slots = 0
+        self.slot_bytes = 0
+        self.lost = False
+        self._owner = owner
+        self._loop = endpoint.worker.loop
+        self._endpoint = endpoint
+        self._reads = reads  # on the worker that may use every transport
+        self._mailbox = Mailbox(self._loop, _BACKLOG)
+        self._unsent = 0
+        self._carriers = ""
+        # Staging: own memory (source: what is offered; destination: where get and put land), and the peer's, mapped.
+        self._offered: _Offer | None = None
+        self._file: MemoryFile | None = None
+        self._own: Slots | None = None
+        self._seen: Slots | None = None
+        self._region: Region | None = None
+        self._taken = 0
+        self._remote_address = 0
+        self._remote_rkey = 0
+        self._generation = 0
+        self._moving: set[int] = set()
+        self._pending: set[asyncio.Future[int] | asyncio.Future[ByteView]] = set()
+        self._fencing: asyncio.Task[None] | None = None
+        self._quarantined = False
+        endpoint.on_message = self._received
+        endpoint.on_failure = self._failed
+
+    def describe(self) -> str:
+        if not self._carriers or not self.lost:
+            found = dict.fromkeys(f"{name}/{device}" for name, device in self._endpoint.transports() if device)
+            self._carriers = "+".join(found) or self._carriers
+        lane = "no lane yet" if self.lane is None else "shared memory" if self.lane == "shared" else self.lane
+        return f"{lane}, {self._carriers or 'not connected'}"
+
+    # -- control messages
+
+    def start(self, on_message: Callable[[bytes], None], on_lost: Callable[[Exception], None]) -> None:
+        self._mailbox.start(on_message, on_lost)
+
+    def send(self, message: bytes) -> None:
+        if len(message) > MAX_MESSAGE:
+            raise ValueError(f"control message of {len(message)} bytes; at most {MAX_MESSAGE}")
+        if self.lost:
+            return
+        if self._unsent >= _BACKLOG:
+            self._lose(PeerLost(f"{self.peer_address} does not read: {_BACKLOG} messages are unsent"), discard=False)
+            return
+        self._unsent += 1
+        self._endpoint.send(bytes(message), self._sent)
+
+    def _sent(self, status: int) -> None:
+        self._unsent -= 1
+        if status != _ucp.OK:
+            self._failed(self._owner.words(status))
+
+    def _received(self, message: bytes | None) -> None:
+        if message is None:
+            self._lose(ProtocolError(f"{self.peer_address} sent more than {MAX_MESSAGE} bytes at once"), discard=False)
+        elif not self._mailbox.put(message):
+            self._lose(ProtocolError(f"{self.peer_address} sent {_BACKLOG} messages that nobody took"), discard=False)
+
+    def _failed(self, reason: str) -> None:
+        self._lose(PeerLost(f"{self.peer_address}: {reason}"), discard=False)
+
+    def _lose(self, error: KVStreamError, *, discard: bool) -> None:
+        if not self._mailbox.lose(error, discard=discard):
+            return
+        self.describe()  # the endpoint can tell only while it is open
+        self.lost = True
+        self._endpoint.close()
+        pending, self._pending = self._pending, set()
+        for future in pending:
+            _fail_quietly(future, PeerLost(str(error)))
+
+    def _check_open(self) -> None:
+        if self._mailbox.error is not None:
+            raise PeerLost(str(self._mailbox.error))
+
+    # -- lane negotiation
+
+    def _carried_lanes(self) -> dict[Lane, str]:
+        """For each lane: why it can't run over this endpoint, or ""."""
+        names = {name for name, device in self._endpoint.transports() if device}
+        tcp_only = names <= {"tcp"}
+        reads = self._reads and (bool(names & _HOST_READS) or any(name.startswith(_NETWORK_READS) for name in names))
+        return {
+            "shared": "",
+            "get": "" if reads else f"UCX uses {'+'.join(sorted(names)) or 'nothing'} here, which can't read the peer",
+            "put": "" if tcp_only else "this connection can write directly, and such writes can't be fenced",
+        }
+
+    def offer_lanes(self, allowed: tuple[Lane, ...], slots: int, slot_bytes: int) -> bytes:
+        if not self.dialed or self._offered is not None:
+            raise RuntimeError("offer_lanes belongs to the source, once per connection")
+        if not (1 <= slots <= _MAX_SLOTS and 1 <= slot_bytes <= _MAX_SLOT_BYTES):
+            raise ValueError(f"{slots} slots of {slot_bytes} bytes; at most {_MAX_SLOTS} of {_MAX_SLOT_BYTES}")
+        self._check_open()
+        reasons = self._carried_lanes()
+        lanes: tuple[Lane, ...] = tuple(lane for lane in LANES if lane in allowed and not reasons[lane])
+        if not lanes:
+            raise _no_lane(self.peer_address, {lane: reasons.get(lane, "unknown here") for lane in allowed})
+        self._take_budget(area_bytes(slots, slot_bytes))
+        try:
+            file = self._file = MemoryFile(area_bytes(slots, slot_bytes))
+        except OSError as error:
+            self._return_budget()
+            raise ConfigError(
+                "staging", f"no shared memory of {area_bytes(slots, slot_bytes)} bytes: {error}"
+            ) from error
+        nonce = self._owner.entropy(NONCE_BYTES)
+        own = self._own = Slots(file.memory, slots, slot_bytes, nonce)
+        own.stamp(0, 0)
+        rkey = b""
+        if "get" in lanes:
+            self._region = self._endpoint.worker.register(file.memory)
+            rkey = self._region.rkey
+        self._offered = _Offer(
+            lanes, slots, slot_bytes, nonce, self._owner.host_id, os.getpid(), file.fd, own.address, rkey
+        )
+        return msgspec.msgpack.encode(self._offered)
+
+    def accept_lane(self, offer: bytes, allowed: tuple[Lane, ...]) -> bytes:
+        if self.dialed or self.lane is not None:
+            raise RuntimeError("accept_lane belongs to the destination, once per connection")
+        described = _decode(offer, _Offer, self.peer_address)
+        self._check_open()
+        carried = self._carried_lanes()
+        tries: dict[Lane, Callable[[_Offer], _Answer]] = {
+            "shared": self._accept_shared,
+            "get": self._accept_get,
+            "put": self._accept_put,
+        }
+        reasons: dict[Lane, str] = {}
+        for lane in LANES:
+            if lane not in allowed:
+                reasons[lane] = "not allowed here"
+            elif lane not in described.lanes:
+                reasons[lane] = "not offered by the peer"
+            elif carried[lane]:
+                reasons[lane] = carried[lane]
+            else:
+                try:
+                    answer = tries[lane](described)
+                except _LaneImpossible as impossible:
+                    reasons[lane] = str(impossible)
+                    continue
+                self._set_lane(answer.lane, described)
+                return msgspec.msgpack.encode(answer)
+        raise _no_lane(self.peer_address, reasons)
+
+    def _accept_shared(self, offer: _Offer) -> _Answer:
+        if offer.host_id != self._owner.host_id:
+            raise _LaneImpossible("the peer is on another host")
+        try:
+            memory = map_peer(offer.pid, offer.fd, area_bytes(offer.slots, offer.slot_bytes))
+        except (OSError, ValueError) as error:
+            raise _LaneImpossible(
+                f"the peer's memory can't be opened ({error}); it takes the same user and one PID namespace"
+            ) from error
+        seen = Slots(memory, offer.slots, offer.slot_bytes, offer.nonce)
+        if not seen.holds(0, 0):
+            raise _LaneImpossible("what is there is not the peer's memory; is it in another PID namespace?")
+        self._seen = seen
+        return _Answer("shared", offer.nonce)
+
+    def _accept_get(self, offer: _Offer) -> _Answer:
+        if offer.host_id == self._owner.host_id:
+            # UCX finds out about missing rights only with its first read, which costs the connection.
+            try:
+                found = read_process(offer.pid, offer.address, NONCE_BYTES)
+            except OSError as error:
+                raise _LaneImpossible(
+                    f"the peer's memory can't be read ({error}); CMA takes ptrace rights: the same user, and in "
+                    "containers CAP_SYS_PTRACE or kernel.yama.ptrace_scope=0"
+                ) from error
+            if found != offer.nonce:
+                raise _LaneImpossible("what CMA reads is not the peer's memory; is it in another PID namespace?")
+        nbytes = area_bytes(offer.slots, offer.slot_bytes)
+        self._take_budget(nbytes)
+        try:
+            self._remote_rkey = self._endpoint.unpack_rkey(offer.rkey)
+            self._own_slots(offer)
+        except KVStreamError:
+            self._return_budget()
+            raise
+        self._remote_address = offer.address
+        return _Answer("get", offer.nonce)
+
+    def _accept_put(self, offer: _Offer) -> _Answer:
+        self._take_budget(area_bytes(offer.slots, offer.slot_bytes))
+        try:
+            region = self._own_slots(offer)
+        except KVStreamError:
+            self._return_budget()
+            raise
+        self._seen = self._own
+        return _Answer("put", offer.nonce, region.address, region.rkey)
+
+    def _own_slots(self, offer: _Offer) -> Region:
+        memory = allocate(area_bytes(offer.slots, offer.slot_bytes))
+        region = self._region = self._endpoint.worker.register(memory)
+        self._own = Slots(memory, offer.slots, offer.slot_bytes, offer.nonce)
+        return region
+
+    def open_lane(self, answer: bytes) -> None:
+        if self._offered is None or self.lane is not None:
+            raise RuntimeError("open_lane belongs to the source, once per connection, after offer_lanes")
+        decoded = _decode(answer, _Answer, self.peer_address)
+        self._check_open()
+        if decoded.nonce != self._offered.nonce or decoded.lane not in self._offered.lanes:
+            raise ProtocolError(f"{self.peer_address}: its lane answer is not one to our offer")
+        if decoded.lane == "put":
+            if not decoded.rkey or not decoded.address:
+                raise ProtocolError(f"{self.peer_address}: its lane answer does not say where to put")
+            self._remote_rkey = self._endpoint.unpack_rkey(decoded.rkey)
+            self._remote_address = decoded.address
+        self._set_lane(decoded.lane, self._offered)
+
+    def _set_lane(self, lane: Lane, offer: _Offer) -> None:
+        self.lane = lane
+        self.slots = offer.slots
+        self.slot_bytes = offer.slot_bytes
+        _log.debug("lane opened", peer=self.peer_address, lane=lane, dialed=self.dialed, carriers=self.describe())
+
+    def _take_budget(self, nbytes: int) -> None:
+        budget = self._owner.budget
+        if not budget.take(nbytes):
+            raise Refused(f"staging memory: {nbytes} bytes wanted, {budget.limit - budget.used} of {budget.limit} left")
+        self._taken = nbytes
+
+    def _return_budget(self) -> None:
+        taken, self._taken = self._taken, 0
+        self._owner.budget.give_back(taken)
+
+    # -- bytes, source side
+
+    def write_view(self, slot: int) -> ByteView:
+        own = self._own_slot(slot)
+        own.clear(slot)
+        return own.data(slot, self.slot_bytes)
+
+    def publish(self, slot: int, nbytes: int) -> asyncio.Future[int]:
+        future: asyncio.Future[int] = self._loop.create_future()
+        if self._mailbox.error is not None:
+            _fail_quietly(future, PeerLost(str(self._mailbox.error)))
+            return future
+        own = self._own_slot(slot)
+        if not 0 <= nbytes <= self.slot_bytes:
+            raise ValueError(f"publish of {nbytes} bytes from a slot of {self.slot_bytes}")
+        self._generation += 1
+        generation = self._generation
+        own.stamp(slot, generation)
+        if self.lane != "put":
+            future.set_result(generation)
+            return future
+        self._pending.add(future)
+        self._moving.add(slot)
+        failed: list[int] = []
+
+        def written(status: int) -> None:
+            if status != _ucp.OK:
+                failed.append(status)
+
+        def flushed(status: int) -> None:
+            self._moving.discard(slot)
+            self._pending.discard(future)
+            if status == _ucp.OK and not failed:
+                _resolve(future, generation)
+            else:
+                reason = self._owner.words(failed[0] if failed else status)
+                _fail_quietly(future, PeerLost(f"{self.peer_address}: {reason}"))
+                self._failed(reason)
+
+        offset = own.offset(slot)
+        # Header and bytes in one operation, the header first: who still reads the old content sees it change in time.
+        self._endpoint.put(
+            own.address + offset, HEADER + nbytes, self._remote_address + offset, self._remote_rkey, written
+        )
+        if not self.lost:
+            self._endpoint.flush(flushed)
+        return future
+
+    def _own_slot(self, slot: int) -> Slots:
+        self._check_open()
+        if not self.dialed or self.lane is None or self._own is None:
+            raise RuntimeError("slots are written by the source, after open_lane")
+        if not 0 <= slot < self.slots:
+            raise ValueError(f"slot {slot} of {self.slots}")
+        if slot in self._moving:
+            raise RuntimeError(f"slot {slot} is still being sent; only its publish, or the fence, ends that")
+        return self._own
+
+    # -- bytes, destination side
+
+    def take(self, slot: int, generation: int, nbytes: int) -> asyncio.Future[ByteView]:
+        future: asyncio.Future[ByteView] = self._loop.create_future()
+        if self._mailbox.error is not None:
+            _fail_quietly(future, PeerLost(str(self._mailbox.error)))
+        elif self.dialed or not (0 <= slot < self.slots and 0 <= nbytes <= self.slot_bytes):
+            future.set_exception(ProtocolError(f"{self.peer_address}: slot {slot} with {nbytes} bytes is out of range"))
+        elif self.lane == "get":
+            self._get(future, slot, generation, nbytes)
+        else:
+            self._finish_take(future, self._seen, slot, generation, nbytes)
+        return future
+
+    def _get(self, future: asyncio.Future[ByteView], slot: int, generation: int, nbytes: int) -> None:
+        own = self._own
+        if own is None or slot in self._moving:
+            future.set_exception(ProtocolError(f"{self.peer_address}: slot {slot} was announced while it is read"))
+            return
+        offset = own.offset(slot)
+        local, remote = own.address + offset, self._remote_address + offset
+        self._pending.add(future)
+        self._moving.add(slot)
+
+        def got_bytes(status: int) -> None:
+            # Header and bytes are here. Only a header read after them says that they were still the announced ones.
+            if status != _ucp.OK or self.lost or not own.holds(slot, generation):
+                ended(status)
+            else:
+                self._endpoint.get(local, HEADER, remote, self._remote_rkey, ended)
+
+        def ended(status: int) -> None:
+            self._moving.discard(slot)
+            self._pending.discard(future)
+            if status != _ucp.OK:
+                reason = self._owner.words(status)
+                _fail_quietly(future, PeerLost(f"{self.peer_address}: {reason}"))
+                self._failed(reason)
+            elif not future.done():
+                self._finish_take(future, own, slot, generation, nbytes)
+
+        self._endpoint.get(local, HEADER + nbytes, remote, self._remote_rkey, got_bytes)
+
+    def _finish_take(
+        self, future: asyncio.Future[ByteView], source: Slots | None, slot: int, generation: int, nbytes: int
+    ) -> None:
+        if source is None or generation <= 0 or not source.holds(slot, generation):
+            future.set_exception(
+                Corrupted(f"{self.peer_address}: slot {slot} does not hold generation {generation} (any more)")
+            )
+            return
+        view = source.data(slot, nbytes)
+        view.flags.writeable = False
+        future.set_result(view)
+
+    def check(self, slot: int, generation: int) -> bool:
+        source = self._own if self.lane == "get" else self._seen
+        return source is not None and 0 <= slot < self.slots and generation > 0 and source.holds(slot, generation)
+
+    # -- end
+
+    def close(self) -> None:
+        self._lose(PeerLost(f"connection to {self.peer_address} was closed here"), discard=True)
+
+    async def fence(self) -> None:
+        fencing = self.abandon()
+        # wait() leaves the task alone when this call is cancelled or its time is up.
+        await asyncio.wait((fencing,), timeout=self._owner.fence_timeout)
+        if not fencing.done():
+            if not self._quarantined:
+                self._quarantined = True
+                self._owner.budget.quarantined += self._taken
+                _log.warning("fence not reached, staging quarantined", peer=self.peer_address, nbytes=self._taken)
+            return
+        fencing.result()
+
+    def abandon(self) -> asyncio.Task[None]:
+        """Close, and reach the fence in the background."""
+        self.close()
+        if self._fencing is None:
+            self._fencing = self._loop.create_task(self._reach_fence(), name=f"fence {self.peer_address}")
+        return self._fencing
+
+    async def _reach_fence(self) -> None:
+        await self._endpoint.when_settled()
+        # UCX takes an endpoint's socket apart in the step after its close.
+        await self._endpoint.worker.turn()
+        self._release()
+
+    def _release(self) -> None:
+        if self._quarantined:
+            self._quarantined = False
+            self._owner.budget.quarantined -= self._taken
+        if self.dialed and self._own is not None:
+            self._own.retire()
+        if self._region is not None:
+            self._region.unregister()
+            self._region = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._own = None
+        self._seen = None
+        self._return_budget()
+        self._owner.drop(self)
+
+
+class UcxTransport(Transport):
+    """Listener and dialer over UCX.
+
+    `interface`: None for loopback only, an interface's name, one of the host's IPv4 addresses, or "all".
+    `lanes`: those the runtime will ever allow. `port`, `get_port`: 0 takes any. `options`: UCX's, without prefix, added
+    to both workers' contexts. `host_id`, `entropy` (random bytes) and `fence_timeout` (seconds after which memory that
+    is not fenced counts as quarantined) are for tests.
+    """
+
+    name = "ucx"
+
+    def __init__(
+        self,
+        interface: str | None = None,
+        *,
+        budget: StagingBudget,
+        lanes: tuple[Lane, ...] = LANES,
+        port: int = 0,
+        get_port: int = 0,
+        options: Mapping[str, str] | None = None,
+        host_id: str | None = None,
+        entropy: Callable[[int], bytes] = os.urandom,
+        fence_timeout: float = 2.0,
+    ) -> None:
+        self.budget = budget
+        self.entropy = entropy
+        self.fence_timeout = fence_timeout
+        self.host_id = host_id or ""
+        self._interface_name = interface
+        self._lanes = lanes
+        self._port = port
+        self._get_port = get_port
+        self._options = dict(options or {})
+        self._ucp: _ucp.Ucp | None = None
+        self._interface: Interface | None = None
+        self._tcp: UcpWorker | None = None
+        self._reader: UcpWorker | None = None
+        self._on_connection: Callable[[Connection], None] | None = None
+        self._connections: dict[UcxConnection, None] = {}
+        self._has_rdma = False
+        self._closed = False
+
+    async def start(self, on_connection: Callable[[Connection], None]) -> ListenAddress:
+        if self._closed or self._on_connection is not None:
+            raise RuntimeError("a transport starts once")
+        self._on_connection = on_connection
+        # Importing ucxx takes most of a second, the rest reads files.
+        interface = await asyncio.to_thread(self._prepare)
+        self._tcp = self._open_worker({"TLS": "tcp"})
+        port = self._tcp.listen(interface.bind, self._port, self._accept_plain)
+        get_port = 0
+        if "get" in self._lanes:
+            get_port = self._open_reader().listen(interface.bind, self._get_port, self._accept_reads)
+        return ListenAddress(
+            transport=self.name,
+            host=interface.host,
+            port=port,
+            host_id=self.host_id,
+            scope=interface.scope,
+            get_port=get_port,
+        )
+
+    async def dial(self, address: ListenAddress, lanes: tuple[Lane, ...]) -> Connection:
+        if self._closed:
+            raise PeerLost("this transport is closed")
+        tcp, interface = self._tcp, self._interface
+        if tcp is None or interface is None:
+            raise RuntimeError("the transport is not started")
+        if address.transport != self.name:
+            raise ConfigError("transport", f"the peer speaks {address.transport!r}, this worker {self.name!r}")
+        if address.host_id != self.host_id:
+            if address.scope == "loopback":
+                raise ConfigError(
+                    "data_interface",
+                    f"{address.host}:{address.port} listens on loopback only; start it with --data-interface",
+                )
+            if interface.scope == "loopback":
+                raise ConfigError(
+                    "data_interface",
+                    f"this worker uses loopback only and can't reach {address.host}; start it with --data-interface",
+                )
+        reads = self._first_lane(address, lanes) == "get"
+        worker = self._open_reader() if reads else tcp
+        endpoint = worker.connect(address.host, address.get_port if reads else address.port)
+        connection = UcxConnection(self, endpoint, dialed=True, reads=reads)
+        self._connections[connection] = None
+        answered: asyncio.Future[int] = worker.loop.create_future()
+        endpoint.flush(lambda status: _resolve(answered, status))
+        try:
+            status = await answered
+        except asyncio.CancelledError:
+            connection.abandon()
+            raise
+        if status != _ucp.OK or connection.lost:
+            connection.abandon()
+            raise PeerLost(f"{endpoint.peer_address} can't be reached: {self.words(status)}")
+        return connection
+
+    async def aclose(self) -> None:
+        self._closed = True
+        for worker in (self._tcp, self._reader):
+            if worker is not None:
+                worker.stop_listening()
+        await asyncio.gather(*(connection.fence() for connection in self._connections))
+        for worker in (self._tcp, self._reader):
+            if worker is not None:
+                worker.close()
+        # Without the workers nothing is in flight: also what could not be fenced is free now.
+        await asyncio.gather(*(connection.abandon() for connection in self._connections))
+
+    # -- for its connections
+
+    def words(self, status: int) -> str:
+        return self._ucp.error(status) if self._ucp is not None else str(status)
+
+    def drop(self, connection: UcxConnection) -> None:
+        self._connections.pop(connection, None)
+
+    # -- inside
+
+    def _prepare(self) -> Interface:
+        interface = self._interface = resolve_interface(self._interface_name)
+        self.host_id = self.host_id or host_id()
+        self._has_rdma = has_rdma()
+        self._ucp = _ucp.load()
+        return interface
+
+    def _first_lane(self, address: ListenAddress, lanes: tuple[Lane, ...]) -> Lane:
+        same_host = address.host_id == self.host_id
+        for lane in LANES:
+            usable = {
+                "shared": same_host,
+                # Without RDMA there is nothing that reads over a network.
+                "get": address.get_port != 0 and (same_host or self._has_rdma),
+                "put": True,
+            }
+            if lane in lanes and usable[lane]:
+                return lane
+        return "put"
+
+    def _open_reader(self) -> UcpWorker:
+        if self._reader is None:
+            self._reader = self._open_worker({})
+        return self._reader
+
+    def _open_worker(self, options: Mapping[str, str]) -> UcpWorker:
+        if self._ucp is None or self._interface is None:
+            raise RuntimeError("the transport is not started")
+        fixed = {"RNDV_THRESH": "inf", **options}
+        if self._interface.devices:
+            # Not only the listener: each TCP device of UCX listens on its own address.
+            fixed["NET_DEVICES"] = ",".join(self._interface.devices)
+        return UcpWorker(self._ucp, asyncio.get_running_loop(), {**fixed, **self._options})
+
+    def _accept_plain(self, endpoint: Endpoint) -> None:
+        self._accept(endpoint, reads=False)
+
+    def _accept_reads(self, endpoint: Endpoint) -> None:
+        self._accept(endpoint, reads=True)
+
+    def _accept(self, endpoint: Endpoint, *, reads: bool) -> None:
+        connection = UcxConnection(self, endpoint, dialed=False, reads=reads)
+        self._connections[connection] = None
+        endpoint.worker.loop.call_soon(self._announce, connection)
+
+    def _announce(self, connection: UcxConnection) -> None:
+        if self._closed or self._on_connection is None:
+            return  # aclose fences it
+        self._on_connection(connection)
+
+
+class _LaneImpossible(Exception):
+    """Why one lane does not work on one connection."""
+
+
+def _no_lane(peer: str, reasons: Mapping[Lane, str]) -> ConfigError:
+    return ConfigError(
+        "lanes", f"none works with {peer}: " + "; ".join(f"{lane}: {why}" for lane, why in reasons.items())
+    )
+
+
+def _decode(raw: bytes, kind: type[_T], peer: str) -> _T:
+    try:
+        return msgspec.msgpack.decode(raw, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"{peer}: lane negotiation is not understood: {error}") from error
+
+
+def _resolve(future: asyncio.Future[int], value: int) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail_quietly(future: asyncio.Future[int] | asyncio.Future[ByteView], error: KVStreamError) -> None:
+    """Fail a future by a loss. The loss is told by on_lost: that nobody awaits the future is no second event."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()

@@ -1,0 +1,501 @@
+"""The registry and the NATS broker against what happens to real servers and connections."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from kvstream.discovery import (
+    Changed,
+    Conflict,
+    DataAddress,
+    EmbeddedServer,
+    Joined,
+    Left,
+    LeaseEvent,
+    Registry,
+    Suspect,
+    Synced,
+    WorkerRecord,
+    connect_broker,
+    resolve_target,
+    shared_server,
+)
+from kvstream.discovery.credentials import NatsTarget
+from kvstream.discovery.nats import NatsBroker
+from kvstream.discovery.server_file import process_start, read_server_file
+from kvstream.errors import BrokerUnavailable, ConfigError
+
+TTL = 1.0
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)}
+
+
+@pytest.fixture
+async def server(environ: dict[str, str]) -> AsyncIterator[EmbeddedServer]:
+    async with EmbeddedServer(environ=environ) as running:
+        yield running
+
+
+async def connect(server: EmbeddedServer, *, url: str | None = None, **options: Any) -> NatsBroker:
+    target = NatsTarget(urls=(url or server.url,), source="the test")
+    return await NatsBroker.connect(target, rng=random.Random(1), **options)
+
+
+def record(name: str, incarnation: int = 1) -> WorkerRecord:
+    return WorkerRecord(
+        name=name,
+        incarnation=f"{incarnation:032x}",
+        key="00",
+        address=DataAddress(transport="inproc", host="127.0.0.1", port=1, host_id="h"),
+        pid=os.getpid(),
+        host="h",
+        started=0.0,
+    )
+
+
+async def down_and_up(broker: NatsBroker, timeout: float = 15) -> None:
+    """Wait until the broker has noticed a loss and is connected again."""
+    async with asyncio.timeout(timeout):
+        lost = asyncio.Event()
+        remove = broker.on_connection(lambda up: None if up else lost.set())
+        if broker.connected:
+            await lost.wait()
+        remove()
+        await broker.wait_connected()
+
+
+async def works(broker: NatsBroker, timeout: float = 5) -> None:
+    """A full round: lease, watch, service."""
+    async with asyncio.timeout(timeout), broker.watch() as events:
+        with suppress(Conflict):
+            await broker.put("t.works", os.urandom(4), ttl=60, revision=0)
+        while not isinstance(await anext(events), Synced):
+            pass
+
+        async def echo(_subject: str, data: bytes) -> bytes:
+            return data
+
+        async with await broker.serve("kvstream.works", echo):
+            assert await broker.request("kvstream.works", b"x", timeout=2) == b"x"
+
+
+# -- connecting
+
+
+async def test_wrong_credentials_are_a_clear_error_at_once(server: EmbeddedServer) -> None:
+    """nats.py 352, 997: wrong credentials were retried in silence."""
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="refuses the credentials of the test") as caught:
+        await connect(server, url=f"nats://kvstream:not-it@127.0.0.1:{server.port}")
+    assert time.monotonic() - started < 2
+    assert "not-it" not in str(caught.value)
+    with pytest.raises(ConfigError, match="refuses the credentials"):
+        await connect(server, url=f"nats://127.0.0.1:{server.port}")
+
+
+async def test_an_unreachable_server_is_a_clear_error_within_two_seconds(server: EmbeddedServer) -> None:
+    port = server.port
+    await server.kill()
+    started = time.monotonic()
+    with pytest.raises(
+        BrokerUnavailable, match=rf"nats://127\.0\.0\.1:{port}.*can't be reached: .*[Cc]onnect"
+    ) as caught:
+        await connect(server)
+    assert server.password not in str(caught.value)
+    # One that takes connections and says nothing.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with pytest.raises(BrokerUnavailable, match=r"no answer within 1\.5 s"):
+            await connect(server, url=f"nats://127.0.0.1:{silent.getsockname()[1]}")
+    assert time.monotonic() - started < 2
+
+
+async def test_tls_is_not_given_up_for_plaintext(server: EmbeddedServer) -> None:
+    with pytest.raises(ConfigError, match="does not offer TLS"):
+        await connect(server, url=server.url.replace("nats://", "tls://"))
+
+
+class LimitedServer(EmbeddedServer):
+    """One user may do everything, another little; with or without JetStream."""
+
+    jetstream = True
+
+    def _config(self, directory: Path) -> str:
+        lines = [line for line in super()._config(directory).splitlines() if not line.startswith("authorization")]
+        if not self.jetstream:
+            lines = [line for line in lines if not line.startswith("jetstream")]
+        allowed = (
+            '"$JS.API.STREAM.INFO.KV_kvstream", "$JS.API.DIRECT.GET.KV_kvstream", "$JS.API.DIRECT.GET.KV_kvstream.>"'
+        )
+        lines.append(
+            f'authorization {{ users: [ {{user: "kvstream", password: "{self.password}"}}, {{user: "limited", '
+            f'password: "pw", permissions: {{publish: [{allowed}], subscribe: ["_INBOX.>", "kvstream.ev.>"]}}}} ] }}'
+        )
+        return "\n".join(lines)
+
+
+async def test_a_denied_subject_is_an_error_that_says_so_and_not_a_timeout(environ: dict[str, str]) -> None:
+    async with LimitedServer(environ=environ) as server, await connect(server):
+        async with await connect(server, url=f"nats://limited:pw@127.0.0.1:{server.port}") as broker:
+            started = time.monotonic()
+            with pytest.raises(ConfigError, match="permissions violation for publish"):
+                await broker.put("w.Decode-0.0", b"", ttl=1, revision=0)
+            assert time.monotonic() - started < 1
+            # What it may do goes on.
+            async with broker.watch() as events:
+                assert isinstance(await anext(events), Synced)
+
+
+async def test_a_server_without_jetstream_is_a_clear_error(environ: dict[str, str]) -> None:
+    server = LimitedServer(environ=environ)
+    server.jetstream = False
+    async with server:
+        with pytest.raises(ConfigError, match="JetStream is not enabled"):
+            await connect(server)
+
+
+# -- losing the connection
+
+
+class Proxy:
+    """A TCP proxy that can freeze its connections (they stay open and nothing moves) or cut them."""
+
+    def __init__(self, port: int) -> None:
+        self.target = port
+        self.port = 0
+        self.connections = 0
+        self._frozen: list[asyncio.Event] = []
+        self._writers: list[asyncio.StreamWriter] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Proxy]:
+        listener = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = listener.sockets[0].getsockname()[1]
+        try:
+            yield self
+        finally:
+            listener.close()
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+            for writer in self._writers:
+                writer.transport.abort()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self.target)
+        flowing = asyncio.Event()
+        flowing.set()
+        self._frozen.append(flowing)
+        self._writers += [writer, server_writer]
+        for pair in ((reader, server_writer), (server_reader, writer)):
+            task = asyncio.create_task(self._pump(*pair, flowing))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flowing: asyncio.Event) -> None:
+        with suppress(OSError):
+            while data := await reader.read(65536):
+                await flowing.wait()
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    def freeze(self) -> None:
+        for flowing in self._frozen:
+            flowing.clear()
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_a_frozen_connection_is_replaced(server: EmbeddedServer, full: bool) -> None:
+    """nats.py 671, PR 914: a peer frozen with full socket buffers blocked the reconnect for ever."""
+    async with Proxy(server.port).running() as proxy:
+        url = server.url.replace(str(server.port), str(proxy.port))
+        async with await connect(server, url=url, probe=0.2, timeout=0.3) as broker, broker.watch() as events:
+            assert isinstance(await anext(events), Synced)
+            proxy.freeze()
+            replaced = asyncio.ensure_future(down_and_up(broker))
+            if full:
+                puts = (broker.put(f"t.{i}", bytes(16384), ttl=60, revision=0) for i in range(1000))
+                results = await asyncio.gather(*puts, return_exceptions=True)
+                assert all(isinstance(result, BrokerUnavailable) for result in results)
+            await replaced
+            assert proxy.connections == 2
+            await works(broker)
+
+
+async def test_a_cut_connection_is_replaced_at_once(server: EmbeddedServer) -> None:
+    async with Proxy(server.port).running() as proxy:
+        async with await connect(server, url=server.url.replace(str(server.port), str(proxy.port))) as broker:
+            for _ in range(3):
+                replaced = asyncio.ensure_future(down_and_up(broker, 2))
+                await asyncio.sleep(0)
+                proxy.cut()
+                await replaced
+                await works(broker)
+
+
+async def test_a_connected_zombie_is_replaced_at_once(server: EmbeddedServer) -> None:
+    """nats.py 671: the read loop had ended and the client went on as connected."""
+    async with await connect(server) as broker:
+        replaced = asyncio.ensure_future(down_and_up(broker, 2))
+        await asyncio.sleep(0)
+        broker._link._client._reading_task.cancel()  # type: ignore[union-attr]
+        await replaced
+        await works(broker)
+
+
+async def test_refused_credentials_on_a_reconnect_are_tried_again(server: EmbeddedServer) -> None:
+    async with await connect(server) as broker:
+        good = server.password
+        server.password = "another"
+        await server.restart()
+        with pytest.raises(TimeoutError):
+            await down_and_up(broker, 1)
+        assert not broker.connected
+        server.password = good
+        await server.restart()
+        async with asyncio.timeout(5):
+            await broker.wait_connected()
+        await works(broker)
+
+
+@asynccontextmanager
+async def fleet(server: EmbeddedServer, size: int, **options: Any) -> AsyncIterator[tuple[list[Registry], Registry]]:
+    async with AsyncExitStack() as stack:
+        registries: list[Registry] = []
+        for i in range(size + 1):
+            broker = await stack.enter_async_context(await connect(server, **options))
+            registry = Registry(broker, rng=random.Random(i), ttl=TTL)
+            registries.append(await stack.enter_async_context(registry))
+        *workers, viewer = registries
+        for i, registry in enumerate(workers):
+            await registry.register(record(f"w{i}", i))
+        for i in range(size):
+            await viewer.wait_for(f"w{i}", 5)
+        yield workers, viewer
+
+
+@pytest.mark.parametrize("options", [{}, {"probe": 0.2, "timeout": 0.3}], ids=["unnoticed", "noticed"])
+async def test_a_frozen_broker_loses_nobody(server: EmbeddedServer, options: dict[str, float]) -> None:
+    """dynamo 3493, on a broker that is stopped for longer than the leases and then goes on."""
+    async with fleet(server, 5, **options) as (workers, viewer), viewer.watch() as changes:
+        for _ in range(5):
+            assert isinstance(await anext(changes), Joined)
+        server.pause()
+        await asyncio.sleep(TTL * 1.8)
+        assert len(viewer.workers()) == 5
+        server.resume()
+        seen: list[object] = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TTL * 2.5):
+                async for change in changes:
+                    seen.append(change)
+        assert all(isinstance(change, Suspect | Changed) for change in seen), seen
+        assert len(viewer.workers()) == 5
+        assert all(worker.registered for worker in workers)
+
+
+async def test_file_storage_keeps_leases_over_a_restart(server: EmbeddedServer) -> None:
+    async with await connect(server, storage="file") as broker, broker.watch() as events:
+        assert isinstance(await anext(events), Synced)
+        revision = await broker.put("w.x.0", b"kept", ttl=60, revision=0)
+        assert await anext(events) == LeaseEvent("w.x.0", b"kept", revision, "put")
+        replaced = asyncio.ensure_future(down_and_up(broker))
+        await server.restart()
+        await replaced
+        async with asyncio.timeout(5):
+            assert isinstance(await anext(events), Synced)
+        assert await broker.put("w.x.0", b"kept", ttl=60, revision=revision) > revision
+
+
+async def test_more_leases_than_one_request_may_ask_for(server: EmbeddedServer) -> None:
+    async with await connect(server) as broker:
+        for start in range(0, 1300, 100):
+            await asyncio.gather(
+                *(broker.put(f"t.{i}", b"%d" % i, ttl=60, revision=0) for i in range(start, start + 100))
+            )
+        async with asyncio.timeout(10), broker.watch() as events:
+            seen = [await anext(events) for _ in range(1301)]
+        assert isinstance(seen[-1], Synced)
+        assert {event.value for event in seen[:-1] if isinstance(event, LeaseEvent)} == {b"%d" % i for i in range(1300)}
+
+
+def test_under_uvloop(environ: dict[str, str]) -> None:
+    async def main() -> None:
+        async with EmbeddedServer(environ=environ) as server:
+            async with fleet(server, 2) as (workers, viewer), viewer.watch() as changes:
+                for _ in range(2):
+                    assert isinstance(await anext(changes), Joined)
+                await workers[0].unregister()
+                assert isinstance(await anext(changes), Left)
+                replaced = [asyncio.ensure_future(down_and_up(registry._broker)) for registry in (*workers, viewer)]  # type: ignore[arg-type]
+                await server.restart()
+                await asyncio.gather(*replaced)
+                await works(viewer._broker)  # type: ignore[arg-type]
+                assert viewer.lookup("w1") is not None
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+# -- the embedded server
+
+
+def alive(pid: int) -> bool:
+    return process_start(pid) is not None
+
+
+async def test_files_are_private_and_secrets_are_on_no_command_line(
+    server: EmbeddedServer, environ: dict[str, str], tmp_path: Path
+) -> None:
+    assert server.pid is not None
+    assert server.password.encode() not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+    assert server.password.encode() not in Path(f"/proc/{server.pid}/environ").read_bytes()
+    assert server.password not in repr(server)
+    (directory,) = (tmp_path / "kvstream").glob("nats-*")
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE((directory / "nats.conf").stat().st_mode) == 0o600
+    listening = subprocess.run(
+        ["cat", f"/proc/{server.pid}/net/tcp"], capture_output=True, text=True, check=True
+    ).stdout
+    (line,) = [line for line in listening.splitlines() if f":{server.port:04X} 00000000:0000 0A" in line]
+    assert "0100007F" in line, "it must listen on loopback only"
+
+
+async def test_it_ends_with_its_context_and_leaves_nothing(environ: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with EmbeddedServer(environ=environ) as server:
+            pid = server.pid
+            server.pause()
+            raise ZeroDivisionError
+    assert pid is not None and not alive(pid)
+    assert list((tmp_path / "kvstream").iterdir()) == []
+
+
+async def test_starting_can_be_cancelled(environ: dict[str, str], tmp_path: Path) -> None:
+    for delay in (0, 0.005, 0.02, 0.03, 0.04):
+        server = EmbeddedServer(environ=environ)
+        task = asyncio.ensure_future(server.__aenter__())
+        await asyncio.wait({task}, timeout=delay)
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            await server.__aexit__(None, None, None)
+        assert server.pid is None
+    assert list((tmp_path / "kvstream").iterdir()) == []
+
+
+async def test_a_port_that_is_taken_is_a_clear_error(server: EmbeddedServer, environ: dict[str, str]) -> None:
+    with pytest.raises(BrokerUnavailable, match="did not start(.|\n)*address already in use"):
+        async with EmbeddedServer(port=server.port, environ=environ):
+            raise AssertionError
+
+
+async def test_a_missing_binary_is_a_clear_error(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib import metadata
+
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "files", missing)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match=r"kvstream-runtime\[server\]"):
+        async with EmbeddedServer(environ=environ):
+            raise AssertionError
+
+
+async def test_the_shared_server_is_found_and_is_one(environ: dict[str, str], tmp_path: Path) -> None:
+    async def start() -> str:
+        try:
+            async with shared_server(environ=environ) as server:
+                started.set()
+                await done.wait()
+                return server.url
+        except ConfigError as error:
+            return str(error)
+
+    started, done = asyncio.Event(), asyncio.Event()
+    starts = [asyncio.ensure_future(start()) for _ in range(3)]
+    # It is waited for.
+    target = await resolve_target(None, environ=environ, wait=5)
+    finished, running = await asyncio.wait(starts, timeout=0.5)
+    assert len(finished) == 2 and all("a kvstream server of this user" in task.result() for task in finished)
+    path = tmp_path / "kvstream" / "server.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    async with await NatsBroker.connect(target, rng=random.Random(1)) as broker:
+        await works(broker)
+    done.set()
+    await asyncio.wait(running)
+    assert read_server_file(environ) is None
+    assert not path.exists()
+
+
+async def test_connect_broker(environ: dict[str, str], server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTREAM_NATS_URL", server.url)
+    async with await connect_broker(rng=random.Random(1)) as broker:
+        assert broker.connected
+    async with await connect_broker(server.url, rng=random.Random(1)) as broker:
+        assert broker.connected
+
+
+OWNER = """
+import asyncio, sys
+from kvstream.discovery import shared_server
+async def main():
+    async with shared_server() as server:
+        print(server.pid, flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_owner_leaves_no_process_and_nothing_that_the_next_does_not_clean(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    """LMCache 4197: a killed process left files and shared memory behind."""
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", OWNER, stdout=asyncio.subprocess.PIPE, env={**os.environ, **environ}
+    )
+    try:
+        assert owner.stdout is not None
+        async with asyncio.timeout(20):
+            pid = int(await owner.stdout.readline())
+        assert alive(pid) and read_server_file(environ) is not None
+        owner.send_signal(signal.SIGKILL)
+        await owner.wait()
+        # The kernel kills it; there is nothing to wait on for a process that is not our child.
+        async with asyncio.timeout(5):
+            while alive(pid):
+                await asyncio.sleep(0.01)
+    finally:
+        with suppress(ProcessLookupError):
+            owner.kill()
+        await owner.wait()
+    assert read_server_file(environ) is None
+    assert len(list((tmp_path / "kvstream").glob("nats-*"))) == 1
+    async with shared_server(environ=environ):
+        assert len(list((tmp_path / "kvstream").glob("nats-*"))) == 1

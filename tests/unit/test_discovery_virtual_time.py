@@ -1,0 +1,164 @@
+"""Registry and in-memory broker on a virtual-time loop: leases of minutes pass in milliseconds, exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from kvstream.discovery import DataAddress, Joined, Left, MemoryBrokerServer, Registry, Suspect, WorkerRecord
+
+
+class _Jump(selectors.SelectSelector):
+    """Instead of waiting, moves the clock."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise RuntimeError("nothing is scheduled: the test would wait for ever")
+        self.now += max(timeout, 0)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self.jump = _Jump()
+        super().__init__(self.jump)
+
+    def time(self) -> float:
+        return self.jump.now
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(main())
+
+
+def record(name: str) -> WorkerRecord:
+    return WorkerRecord(
+        name=name,
+        incarnation="0" * 31 + "1",
+        key="00",
+        address=DataAddress(transport="sim", host="h", port=1, host_id="h"),
+        pid=1,
+        host="h",
+        started=0.0,
+    )
+
+
+def test_a_killed_worker_leaves_when_its_lease_ends() -> None:
+    async def main() -> None:
+        hub = MemoryBrokerServer()
+        dying, watching = hub.connect(), hub.connect()
+        async with Registry(watching, rng=random.Random(1), ttl=90) as viewer:
+            async with Registry(dying, rng=random.Random(2), ttl=90) as registry:
+                await registry.register(record("a"))
+                await asyncio.sleep(3600)
+                assert [worker.id for worker in viewer.workers()] == ["a/0"]
+                async with viewer.watch() as changes:
+                    assert isinstance(await anext(changes), Joined)
+                    died = asyncio.get_running_loop().time()
+                    await dying.aclose()
+                    assert isinstance(await anext(changes), Suspect)
+                    assert isinstance(await anext(changes), Left)
+                    # It renews every third of a lease.
+                    assert 60 <= asyncio.get_running_loop().time() - died <= 90.5
+        await watching.aclose()
+
+    run(main)
+
+
+def test_renewal_is_relative_to_expiry() -> None:
+    """dynamo PR 4363: renewal was scheduled from the last response and missed expiry after slow answers."""
+
+    async def main() -> None:
+        hub = MemoryBrokerServer()
+        broker = hub.connect()
+        slow_put = broker.put
+
+        async def put(key: str, value: bytes, *, ttl: float, revision: int) -> int:
+            done = await slow_put(key, value, ttl=ttl, revision=revision)
+            await asyncio.sleep(ttl * 0.6)  # the answer comes late
+            return done
+
+        broker.put = put  # type: ignore[method-assign]
+        other = hub.connect()
+        async with Registry(other, rng=random.Random(1), ttl=30) as viewer, viewer.watch() as changes:
+            registry = Registry(broker, rng=random.Random(2), ttl=30)
+            await registry.start()
+            await registry.register(record("a"))
+            assert isinstance(await anext(changes), Joined)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(3600):
+                    change = await anext(changes)
+                    raise AssertionError(change)
+            await registry.aclose()
+
+    run(main)
+
+
+def test_an_outage_of_half_a_minute_loses_nobody() -> None:
+    """dynamo 3493: a short broker outage expired every lease and restarted the fleet."""
+
+    async def main() -> None:
+        hub = MemoryBrokerServer()
+        brokers = [hub.connect() for _ in range(20)]
+        registries = [Registry(broker, rng=random.Random(i), ttl=3) for i, broker in enumerate(brokers)]
+        for i, registry in enumerate(registries):
+            await registry.start()
+            await registry.register(record(f"w{i}"))
+        await asyncio.sleep(1)
+        async with registries[0].watch() as changes:
+            for _ in range(20):
+                assert isinstance(await anext(changes), Joined)
+            for wipe in (False, True):
+                hub.stop()
+                await asyncio.sleep(30)
+                assert len(registries[0].workers()) == 20
+                hub.start(wipe=wipe)
+                await asyncio.sleep(0.5)
+                assert len(hub.snapshot()) == 20
+                await asyncio.sleep(20)
+                assert all(len(registry.workers()) == 20 for registry in registries)
+            for registry in registries:
+                await registry.aclose()
+            seen = [change async for change in changes]
+            # Those that left did so by unregistering; our own watch ends with its registry.
+            assert not [change for change in seen if isinstance(change, Left) and change.reason != "unregistered"]
+
+    run(main)
+
+
+def test_a_frozen_holder_of_a_name_is_waited_out() -> None:
+    async def main() -> None:
+        hub = MemoryBrokerServer()
+        frozen, fresh = hub.connect(), hub.connect()
+        registry = Registry(frozen, rng=random.Random(1), ttl=10)
+        await registry.start()
+        await registry.register(record("a"))
+
+        async def hang(_subject: str, _data: bytes) -> bytes:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        # Frozen: its ping hangs and it renews no more, though its connection stands.
+        await frozen.services[0].aclose()
+        await frozen.serve("kvstream.w.a.0.>", hang)
+        assert registry._own is not None and registry._own.task is not None
+        registry._own.task.cancel()
+        async with Registry(fresh, rng=random.Random(2), ttl=10) as second:
+            started = asyncio.get_running_loop().time()
+            import msgspec
+
+            await second.register(msgspec.structs.replace(record("a"), incarnation="f" * 32))
+            assert 0 < asyncio.get_running_loop().time() - started <= 11.5
+            assert second.registered
+        await registry.aclose()
+        await frozen.aclose()
+
+    run(main)
