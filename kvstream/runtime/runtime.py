@@ -111,7 +111,7 @@ class Runtime:
         config, identity = self.config, self._identity
         broker = self._broker
         if broker is None:
-            broker = await connect_broker(self._nats)
+            broker = await connect_broker(self._nats, rng=self._seams.rng)
             stack.push_async_callback(broker.aclose)
         streams = Streams(self.pool, config, self._seams.clock)
         stack.callback(streams.driver.stop)

@@ -308,7 +308,7 @@ def run(code: str, *args: str, **options: Any) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
         **options,
     )
