@@ -6,6 +6,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
+# OpenBLAS threads spin while they wait for each other: on few cores more of them make the model's tests slower.
+test: export OPENBLAS_NUM_THREADS = 1
+
 .PHONY: demo test check bench clean
 
 demo: $(VENV)/.demo

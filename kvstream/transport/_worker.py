@@ -47,6 +47,8 @@ class _State:
         self.descriptor = int(worker.epoll_file_descriptor)
         self.listener = 0
         self.endpoints: dict[int, Endpoint] = {}
+        self.rkeys: set[int] = set()
+        self.memories: set[int] = set()
         self.operations: dict[int, _Operation] = {}
         self.next_key = 1
         self.messages: deque[tuple[Endpoint, bytes | None]] = deque()
@@ -104,6 +106,12 @@ class _State:
                 break
         while self.completions:
             self.ucp.request_free(self.completions.popleft()[2])
+        for rkey in self.rkeys:
+            self.ucp.rkey_destroy(rkey)
+        self.rkeys.clear()
+        for memory in self.memories:
+            self.ucp.unmap_memory(self.context, memory)
+        self.memories.clear()
         # The last reference to the ucxx object: with it go the worker and its context.
         del worker
 
@@ -141,12 +149,14 @@ class Region:
         if status != _ucp.OK:
             state.ucp.unmap_memory(state.context, self._handle)
             raise ConfigError("staging", f"UCX can't share {memory.nbytes} bytes: {state.ucp.error(status)}")
+        state.memories.add(self._handle)
 
     def unregister(self) -> None:
-        if self._keep is not None:
-            self._keep = None
-            if self._state.ucxx_worker is not None:
-                self._state.ucp.unmap_memory(self._state.context, self._handle)
+        self._keep = None
+        # Otherwise the worker has ended, and this with it.
+        if self._handle in self._state.memories:
+            self._state.memories.remove(self._handle)
+            self._state.ucp.unmap_memory(self._state.context, self._handle)
 
 
 class Endpoint:
@@ -190,6 +200,7 @@ class Endpoint:
         if status != _ucp.OK:
             raise PeerLost(f"{self.peer_address}: unusable remote key: {self._state.ucp.error(status)}")
         self._rkeys.append(rkey)
+        self._state.rkeys.add(rkey)
         return rkey
 
     def send(self, message: bytes, done: Callable[[int], None]) -> None:
@@ -246,7 +257,9 @@ class Endpoint:
         self._operations -= 1
         if self.settled:
             for rkey in self._rkeys:
-                self._state.ucp.rkey_destroy(rkey)
+                if rkey in self._state.rkeys:  # otherwise the worker has ended, and the key with it
+                    self._state.rkeys.remove(rkey)
+                    self._state.ucp.rkey_destroy(rkey)
             self._rkeys.clear()
             waiting, self._final = self._final, []
             for future in waiting:

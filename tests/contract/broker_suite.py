@@ -11,11 +11,12 @@ import pytest
 from kvstream.discovery.broker import MAX_VALUE, Broker, Conflict, LeaseEvent, NobodyServes, Synced
 from kvstream.errors import BrokerUnavailable, ConfigError, Fenced, KVStreamError, PeerLost, Refused
 
-TTL = 1.0
-
 
 class Cluster(Protocol):
     """A broker's server under test. `stop` and `start` stand for a restart that loses the leases."""
+
+    ttl: float
+    """The shortest lease that makes sense in a test, seconds."""
 
     async def connect(self) -> Broker: ...
     async def stop(self) -> None: ...
@@ -88,19 +89,19 @@ class BrokerSuite:
         loop = asyncio.get_running_loop()
         async with await cluster.connect() as a, a.watch() as events:
             await until_synced(events)
-            revision = await a.put("w.x.0", b"one", ttl=TTL, revision=0)
+            revision = await a.put("w.x.0", b"one", ttl=cluster.ttl, revision=0)
             assert await next_of(events) == LeaseEvent("w.x.0", b"one", revision, "put")
-            await asyncio.sleep(TTL * 0.6)
+            await asyncio.sleep(cluster.ttl * 0.6)
             renewed = loop.time()
-            revision = await a.put("w.x.0", b"one", ttl=TTL, revision=revision)
+            revision = await a.put("w.x.0", b"one", ttl=cluster.ttl, revision=revision)
             gone = await next_of(events)
             assert isinstance(gone, LeaseEvent)
             assert (gone.key, gone.value, gone.reason) == ("w.x.0", None, "expired")
-            assert TTL - 0.05 <= loop.time() - renewed <= TTL + 0.4
+            assert cluster.ttl - 0.05 <= loop.time() - renewed <= cluster.ttl + 0.4
             with pytest.raises(Conflict) as caught:
-                await a.put("w.x.0", b"one", ttl=TTL, revision=revision)
+                await a.put("w.x.0", b"one", ttl=cluster.ttl, revision=revision)
             assert (caught.value.revision, caught.value.value) == (0, None)
-            assert await a.put("w.x.0", b"one", ttl=TTL, revision=0) > revision
+            assert await a.put("w.x.0", b"one", ttl=cluster.ttl, revision=0) > revision
 
     async def test_only_one_of_many_wins_a_key(self, cluster: Cluster) -> None:
         async with await cluster.connect() as a, await cluster.connect() as b:

@@ -12,6 +12,8 @@ from kvstream.discovery.server import EmbeddedServer
 
 
 class MemoryCluster:
+    ttl = 0.4
+
     def __init__(self) -> None:
         self.server = MemoryBrokerServer()
 
@@ -27,6 +29,8 @@ class MemoryCluster:
 
 class NatsCluster:
     """MEMORY storage: a restart loses the leases."""
+
+    ttl = 1.0  # NATS counts in whole seconds
 
     def __init__(self, server: EmbeddedServer) -> None:
         self.server = server

@@ -17,8 +17,6 @@ from kvstream.discovery.records import DataAddress, Load, WorkerRecord, encode_r
 from kvstream.discovery.registry import Change, Changed, Changes, Joined, Left, Registry, Suspect
 from kvstream.errors import ConfigError, Fenced, UnknownWorker
 
-TTL = 1.0
-
 
 def record(name: str, incarnation: int = 1, *, rank: int = 0, **fields: Any) -> WorkerRecord:
     base = WorkerRecord(
@@ -48,9 +46,9 @@ class Member:
 
 
 @asynccontextmanager
-async def member(cluster: Cluster, *, ttl: float = TTL, seed: int = 0) -> AsyncIterator[Member]:
+async def member(cluster: Cluster, *, ttl: float | None = None, seed: int = 0) -> AsyncIterator[Member]:
     async with await cluster.connect() as broker:
-        async with Registry(broker, rng=random.Random(seed), ttl=ttl) as registry:
+        async with Registry(broker, rng=random.Random(seed), ttl=ttl or cluster.ttl) as registry:
             yield Member(broker, registry)
 
 
@@ -113,7 +111,7 @@ class RegistrySuite:
             await a.registry.register(mine)
             assert await next_of(changes) == Joined(mine)
             await a.registry.unregister()
-            assert await next_of(changes, TTL / 2) == Left(mine, "unregistered")
+            assert await next_of(changes, cluster.ttl / 2) == Left(mine, "unregistered")
             assert b.registry.workers() == []
             # The name is free, also for the same registry.
             again = record("decode-0", 2)
@@ -126,12 +124,12 @@ class RegistrySuite:
             mine = record("decode-0")
             await a.registry.register(mine)
             await next_of(changes)
-            await asyncio.sleep(TTL)
+            await asyncio.sleep(cluster.ttl)
             killed = asyncio.get_running_loop().time()
             await a.die()
             assert b.registry.lookup("decode-0") == mine
-            seen = await until(changes, lambda change: isinstance(change, Left), TTL + 2)
-            assert asyncio.get_running_loop().time() - killed <= TTL + 0.5
+            seen = await until(changes, lambda change: isinstance(change, Left), cluster.ttl + 2)
+            assert asyncio.get_running_loop().time() - killed <= cluster.ttl + 0.5
             assert seen == [Suspect(mine), Left(mine, "lost")]
             assert b.registry.lookup("decode-0") is None
 
@@ -140,7 +138,7 @@ class RegistrySuite:
         async with member(cluster) as a, member(cluster) as b, b.registry.watch() as changes:
             mine = record("decode-0")
             await a.registry.register(mine)
-            assert await quiet(changes, TTL * 3) == [Joined(mine)]
+            assert await quiet(changes, cluster.ttl * 3) == [Joined(mine)]
             assert b.registry.lookup("decode-0") == mine
 
     async def test_a_changed_value_is_a_change(self, cluster: Cluster) -> None:
@@ -214,7 +212,7 @@ class RegistrySuite:
                 with suppress(Exception):
                     await b.broker.put(lease_key("decode-0", 0), encode_record(thief), ttl=60, revision=held)
                     break
-            async with asyncio.timeout(TTL / 2):
+            async with asyncio.timeout(cluster.ttl / 2):
                 error = await fenced
             assert thief.incarnation in str(error)
             assert not a.registry.registered
@@ -251,7 +249,7 @@ class RegistrySuite:
             await a.registry.register(record("decode-0"))
             assert (await waiting).id == "decode-0/0"
             other.cancel()
-            with pytest.raises(UnknownWorker, match="'decode-7' is not registered .*known: decode-0/0"):
+            with pytest.raises(UnknownWorker, match=r"'decode-7' is not registered .*known: decode-0/0"):
                 await b.registry.wait_for("decode-7", 0.05)
 
     async def test_garbage_is_counted_and_ignored(self, cluster: Cluster) -> None:
@@ -273,7 +271,7 @@ class RegistrySuite:
             await next_of(changes)
             held = await self._revision(b.broker, "decode-0")
             await b.broker.put(lease_key("decode-0", 0), b"garbage", ttl=60, revision=held)
-            seen = await until(changes, lambda change: isinstance(change, Changed), TTL / 2)
+            seen = await until(changes, lambda change: isinstance(change, Changed), cluster.ttl / 2)
             assert seen in ([Suspect(mine), Changed(mine, mine)], [Changed(mine, mine)])
             assert a.registry.registered
 
@@ -288,11 +286,11 @@ class RegistrySuite:
                 await cluster.stop()
                 await connected(viewer.broker, False)
                 # Nobody is forgotten while the broker is down, for longer than a lease.
-                seen = await quiet(changes, TTL * 1.3)
+                seen = await quiet(changes, cluster.ttl * 1.3)
                 assert [worker.id for worker in viewer.registry.workers()] == ["a/0", "b/0"]
                 await cluster.start()
                 await connected(viewer.broker)
-                seen += await quiet(changes, TTL * 2.5)
+                seen += await quiet(changes, cluster.ttl * 2.5)
                 assert not [change for change in seen if isinstance(change, Left | Joined)], seen
                 assert [worker.id for worker in viewer.registry.workers()] == ["a/0", "b/0"]
                 assert a.registry.registered and b.registry.registered
@@ -313,7 +311,7 @@ class RegistrySuite:
                 assert viewer.registry.lookup("a") == mine
                 doubted = asyncio.get_running_loop().time()
                 assert await next_of(changes) == Left(mine, "missing")
-                assert asyncio.get_running_loop().time() - doubted >= TTL * 0.9
+                assert asyncio.get_running_loop().time() - doubted >= cluster.ttl * 0.9
 
     async def test_closing_ends_watches_and_unregisters(self, cluster: Cluster) -> None:
         async with member(cluster) as b:

@@ -1,4 +1,4 @@
-"""The UCX transport passes the contract on each lane, on the event loop of production, with both ends in one process."""
+"""The UCX transport passes the contract on each lane, on the loop of production, with both ends in one process."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def altered(source: UcxConnection, offered: tuple[Lane, ...], **changes: o
 async def test_shared_memory_that_is_not_the_peers_is_not_used(both: Harness, changes: dict[str, object]) -> None:
     source, destination = await dial(both, "shared", "put")
     offer = await altered(source, ("shared", "put"), **changes)
-    with pytest.raises(ConfigError, match="shared: .*memory|shared: .*host"):
+    with pytest.raises(ConfigError, match=r"shared: .*memory|shared: .*host"):
         destination.accept_lane(offer, ("shared",))
     destination.accept_lane(offer, ("shared", "put"))
     assert destination.lane == "put"
@@ -107,7 +107,7 @@ async def test_shared_memory_that_is_not_the_peers_is_not_used(both: Harness, ch
 @pytest.mark.parametrize("changes", [{"pid": 1 << 30}, {"nonce": bytes(16)}])
 async def test_get_is_proven_before_it_is_used(both: Harness, changes: dict[str, object]) -> None:
     source, destination = await dial(both, "get")
-    with pytest.raises(ConfigError, match="get: .*(ptrace|not the peer's memory)"):
+    with pytest.raises(ConfigError, match=r"get: .*(ptrace|not the peer's memory)"):
         destination.accept_lane(await altered(source, ("get",), **changes), ("get",))
     assert both.destination.budget.used == 0
 
@@ -127,10 +127,10 @@ async def test_get_never_runs_over_tcp(make: Make) -> None:
 
 async def test_put_never_runs_where_writes_cannot_be_fenced(both: Harness) -> None:
     source, destination = await dial(both, "get")
-    with pytest.raises(ConfigError, match="put: .*fence"):
+    with pytest.raises(ConfigError, match=r"put: .*fence"):
         source.offer_lanes(("put",), 2, 100)
     offer = await altered(source, ("get",), lanes=("put",))
-    with pytest.raises(ConfigError, match="put: .*fence"):
+    with pytest.raises(ConfigError, match=r"put: .*fence"):
         destination.accept_lane(offer, ("put",))
 
 

@@ -176,12 +176,15 @@ class TransportSuite:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
         error = RuntimeError("from the callback")
         got: list[bytes] = []
+        last = asyncio.Event()
         lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
         def on_message(message: bytes) -> None:
             got.append(message)
             if message == b"1":
                 raise error
+            if message == b"2":
+                last.set()
 
         pair.destination.connection.start(on_message, lost.set_result)
         pair.source.start()
@@ -190,8 +193,7 @@ class TransportSuite:
         pair.destination.connection.send(b"back")
         await pair.source.until(lambda: pair.source.log == [b"back"])
         async with asyncio.timeout(5):
-            while len(got) < 3:
-                await asyncio.sleep(0)
+            await last.wait()
             pair.destination.connection.close()
             assert isinstance(await lost, PeerLost)
         assert got == [b"0", b"1", b"2"]

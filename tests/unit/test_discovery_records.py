@@ -79,7 +79,7 @@ def test_parse_worker() -> None:
     [("incarnation", "xyz"), ("key", "no hex"), ("roles", ("a b",)), ("pid", -1), ("host", "h" * 300)],
 )
 def test_fields_are_checked(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match="roles|record"):
+    with pytest.raises(ConfigError, match=r"roles|record"):
         encode_record(record(**{field: value}))
     data = msgspec.json.encode(record(**{field: value}))
     assert decode_record("w.decode-0.3", data) is None

@@ -1,0 +1,107 @@
+"""`kvstream workers`: who is registered, as a table or as JSON.
+
+Reads the registry and shows it. It must never print a worker's key, nor bytes that a terminal would obey: every text
+in the registry is another process's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+
+import msgspec
+
+from kvstream.cli.loop import run_loop
+from kvstream.discovery import NatsBroker, Registry, WorkerRecord, resolve_target
+from kvstream.discovery.records import State
+
+__all__ = ["add_arguments", "run"]
+
+_SERVER_WAIT = 1.5
+"""Seconds to wait for this user's server: somebody is watching, and it starts in less."""
+
+
+class _Worker(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    rank: int
+    incarnation: str
+    roles: tuple[str, ...]
+    state: State
+    host: str
+    pid: int
+    address: str
+    streams: int
+    free_blocks: int
+    blocks: int
+
+
+class _Listing(msgspec.Struct, frozen=True):
+    workers: list[_Worker]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nats", metavar="URL", help="default: KVSTREAM_NATS_*, NATS_*, NATS context, kvstream server")
+    parser.add_argument("--json", action="store_true", help='print {"workers": [...]} as one JSON object')
+
+
+def run(args: argparse.Namespace) -> int:
+    found = run_loop(_fetch(args.nats))
+    if args.json:
+        print(msgspec.json.encode(_Listing(found)).decode())
+    else:
+        print(render(found))
+    return 0
+
+
+async def _fetch(nats: str | None) -> list[_Worker]:
+    rng = random.Random()
+    broker = await NatsBroker.connect(await resolve_target(nats, wait=_SERVER_WAIT), rng=rng, name="kvstream workers")
+    try:
+        async with Registry(broker, rng=rng) as registry:
+            return [_describe(record) for record in registry.workers()]
+    finally:
+        await broker.aclose()
+
+
+def _describe(record: WorkerRecord) -> _Worker:
+    return _Worker(
+        name=record.name,
+        rank=record.rank,
+        incarnation=record.incarnation,
+        roles=record.roles,
+        state=record.state,
+        host=record.host,
+        pid=record.pid,
+        address=f"{record.address.host}:{record.address.port}",
+        streams=record.load.streams,
+        free_blocks=record.load.free_blocks,
+        blocks=record.load.blocks,
+    )
+
+
+def render(workers: Sequence[_Worker]) -> str:
+    """The workers as a table with aligned columns."""
+    if not workers:
+        return "no workers are registered"
+    rows = [("WORKER", "ROLES", "STATE", "HOST", "PID", "ADDRESS", "STREAMS", "FREE BLOCKS")]
+    rows += [
+        (
+            f"{worker.name}/{worker.rank}",
+            ",".join(worker.roles) or "-",
+            worker.state,
+            _printable(worker.host),
+            str(worker.pid),
+            _printable(worker.address),
+            str(worker.streams),
+            f"{worker.free_blocks}/{worker.blocks}",
+        )
+        for worker in workers
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text)

@@ -1,0 +1,274 @@
+"""Two processes, one of which is killed, frozen or simply gone: the other lives, knows it at once, and its memory is
+its own after the fence."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvstream.errors import PeerLost
+from kvstream.transport.base import LANES, Connection, Lane, ListenAddress, StagingBudget
+from kvstream.transport.ucx import UcxConnection, UcxTransport
+from transport_puppet import stream, take
+
+pytestmark = pytest.mark.chaos
+
+PUPPET = Path(__file__).with_name("transport_puppet.py")
+CANARY = 0xEE
+
+
+class Puppet:
+    """The other process. `expect` waits for a word of it; whatever it writes to stderr fails the test."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.words: list[str] = []
+
+    @classmethod
+    async def start(cls, role: str, lane: Lane, how: str = "aclose", address: ListenAddress | None = None) -> Puppet:
+        arguments = [role, lane, how]
+        if address is not None:
+            arguments.append(msgspec.json.encode(address).decode())
+        pipe = asyncio.subprocess.PIPE
+        return cls(
+            await asyncio.create_subprocess_exec(
+                sys.executable, str(PUPPET), *arguments, stdin=pipe, stdout=pipe, stderr=pipe
+            )
+        )
+
+    async def line(self) -> str:
+        assert self.process.stdout is not None
+        return (await self.process.stdout.readline()).decode().strip()
+
+    async def expect(self, word: str, count: int = 1) -> None:
+        async with asyncio.timeout(20):
+            while count:
+                line = await self.line()
+                assert line, f"the puppet ended, expecting {word}"
+                assert line != "bad", "wrong bytes passed every check"
+                count -= line == word
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    async def freeze(self) -> None:
+        self.signal(signal.SIGSTOP)
+        await asyncio.to_thread(os.waitid, os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    async def end(self) -> int:
+        """Close its stdin, read what is left and return its exit status."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        async with asyncio.timeout(20):
+            rest = await self.process.stdout.read()
+            assert b"bad" not in rest
+            return await self.process.wait()
+
+    async def cleanup(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+        assert self.process.stderr is not None
+        assert self.process.stdin is not None
+        noise = await self.process.stderr.read()
+        self.process.stdin.close()
+        assert noise == b""
+
+
+StartPuppet = Callable[..., Awaitable[Puppet]]
+
+
+@pytest.fixture
+async def puppets() -> AsyncIterator[StartPuppet]:
+    started: list[Puppet] = []
+
+    async def start(*arguments: object, **kwargs: object) -> Puppet:
+        puppet = await Puppet.start(*arguments, **kwargs)  # type: ignore[arg-type]
+        started.append(puppet)
+        return puppet
+
+    yield start
+    for puppet in started:
+        await puppet.cleanup()
+
+
+class Side:
+    """This process's end: a transport and what happened on its connections."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane: Lane = lane
+        self.transport = UcxTransport(budget=StagingBudget(1 << 28), lanes=(lane,))
+        self.address: ListenAddress | None = None
+        self.connections: asyncio.Queue[UcxConnection] = asyncio.Queue()
+        self.moved = 0
+        self.bad = 0
+        self.losses: list[tuple[float, Exception]] = []
+        self._changed = asyncio.Event()
+
+    async def start(self) -> None:
+        self.address = await self.transport.start(self._accept)
+
+    def _accept(self, connection: Connection) -> None:
+        assert isinstance(connection, UcxConnection)
+        take(connection, self.lane, self._moved, self._lost, self._bad)
+        self.connections.put_nowait(connection)
+
+    async def stream_to(self, puppet: Puppet) -> UcxConnection:
+        address = msgspec.json.decode(await puppet.line(), type=ListenAddress)
+        connection = await self.transport.dial(address, (self.lane,))
+        assert isinstance(connection, UcxConnection)
+        stream(connection, self.lane, self._moved, self._lost)
+        return connection
+
+    def _moved(self) -> None:
+        self.moved += 1
+        self._changed.set()
+
+    def _bad(self) -> None:
+        self.bad += 1
+
+    def _lost(self, error: Exception) -> None:
+        self.losses.append((asyncio.get_running_loop().time(), error))
+        self._changed.set()
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not ready():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def until_moved(self, count: int) -> None:
+        await self.until(lambda: self.moved >= count or bool(self.losses))
+        assert self.losses == []
+        assert self.bad == 0
+
+
+@pytest.fixture(params=LANES)
+def lane(request: pytest.FixtureRequest) -> Lane:
+    return request.param
+
+
+@pytest.fixture
+async def side(lane: Lane) -> AsyncIterator[Side]:
+    side = Side(lane)
+    await side.start()
+    yield side
+    await side.transport.aclose()
+    assert (side.transport.budget.used, side.transport.budget.quarantined) == (0, 0)
+    assert side.bad == 0
+
+
+async def kill(puppet: Puppet, side: Side) -> None:
+    """Kill it; the loss is told, once, within 200 ms."""
+    killed = asyncio.get_running_loop().time()
+    puppet.signal(signal.SIGKILL)
+    await side.until(lambda: bool(side.losses))
+    ((when, error),) = side.losses
+    assert isinstance(error, PeerLost)
+    assert when - killed < 0.2
+
+
+async def test_a_killed_source(side: Side, puppets: StartPuppet) -> None:
+    puppet = await puppets("source", side.lane, address=side.address)
+    connection = await side.connections.get()
+    await side.until_moved(20)
+    await kill(puppet, side)
+    await connection.fence()
+    assert side.transport.budget.used == 0
+    assert len(side.losses) == 1
+    # And this process serves the next one.
+    await puppets("source", side.lane, address=side.address)
+    await side.connections.get()
+    side.losses.clear()
+    await side.until_moved(side.moved + 20)
+
+
+async def test_a_killed_destination(side: Side, puppets: StartPuppet) -> None:
+    puppet = await puppets("destination", side.lane)
+    connection = await side.stream_to(puppet)
+    await side.until_moved(20)
+    await kill(puppet, side)
+    await connection.fence()
+    assert side.transport.budget.used == 0
+    assert len(side.losses) == 1
+    connection = await side.stream_to(await puppets("destination", side.lane))
+    side.losses.clear()
+    await side.until_moved(side.moved + 20)
+
+
+async def test_a_frozen_source_writes_nothing_after_the_fence(side: Side, puppets: StartPuppet) -> None:
+    puppet = await puppets("source", side.lane, address=side.address)
+    connection = await side.connections.get()
+    await side.until_moved(30)
+    own = connection._own
+    memory = None if own is None else own.memory
+    del own
+    await puppet.freeze()
+    async with asyncio.timeout(1):
+        await connection.fence()
+    assert side.transport.budget.used == 0
+    if side.lane == "shared":
+        assert memory is None  # nothing of ours for anybody to write to
+    else:
+        assert memory is not None
+        memory[:] = CANARY
+    puppet.signal(signal.SIGCONT)
+    await puppet.expect("lost")
+    assert await puppet.end() == 0
+    assert memory is None or bool((memory == CANARY).all())
+
+
+async def test_a_frozen_destination_believes_nothing_after_the_fence(side: Side, puppets: StartPuppet) -> None:
+    puppet = await puppets("destination", side.lane)
+    connection = await side.stream_to(puppet)
+    await side.until_moved(30)
+    assert connection._own is not None
+    memory = connection._own.memory
+    budget = side.transport.budget
+    await puppet.freeze()
+    connection.close()
+    assert budget.used == memory.nbytes  # closing frees nothing
+    async with asyncio.timeout(1):
+        await connection.fence()
+    assert budget.used == 0
+    memory[:] = CANARY
+    puppet.signal(signal.SIGCONT)
+    await puppet.expect("lost")
+    assert await puppet.end() == 0  # it would have said "bad"
+
+
+async def test_a_frozen_listener_keeps_a_dial_waiting_and_nothing_else(side: Side, puppets: StartPuppet) -> None:
+    puppet = await puppets("destination", side.lane)
+    address = msgspec.json.decode(await puppet.line(), type=ListenAddress)
+    await puppet.freeze()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await side.transport.dial(address, (side.lane,))
+    puppet.signal(signal.SIGCONT)
+    connection = await side.transport.dial(address, (side.lane,))
+    stream(connection, side.lane, side._moved, side._lost)
+    await side.until_moved(5)
+    assert await puppet.end() == 0
+
+
+@pytest.mark.parametrize("how", ["aclose", "fence", "abandon"])
+@pytest.mark.parametrize("role", ["source", "destination"])
+async def test_a_process_ends_cleanly_in_mid_transfer(side: Side, puppets: StartPuppet, role: str, how: str) -> None:
+    if role == "source":
+        puppet = await puppets("source", side.lane, how, address=side.address)
+        await side.connections.get()
+    else:
+        puppet = await puppets("destination", side.lane, how)
+        await side.stream_to(puppet)
+    await side.until_moved(5)
+    assert await puppet.end() == 0
+    await side.until(lambda: bool(side.losses))
+    assert len(side.losses) == 1
