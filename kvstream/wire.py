@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 
@@ -210,6 +210,7 @@ Frame = Challenge | Hello | Welcome | Reject | Offer | Accept | Refuse | Ready |
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[tuple[int, list[Frame]]] = msgspec.msgpack.Decoder(tuple[U63, list[Frame]])
 _plain = msgspec.msgpack.Decoder()
+_SENDABLE = "None, bool, int, float, str, bytes, list, dict"
 
 
 def encode(sequence: int, frames: Sequence[Frame]) -> list[bytes]:
@@ -268,9 +269,13 @@ def decode_payload(data: bytes) -> Any:
     if not data:
         return None
     try:
-        return _plain.decode(data)
+        value = _plain.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"undecodable payload: {error}") from error
+    strange = _strange(value)
+    if strange is not None:
+        raise ProtocolError(f"undecodable payload: it holds a {strange.__name__}")
+    return value
 
 
 def _encode_bounded(field: str, value: Any, limit: int) -> bytes:
@@ -279,11 +284,31 @@ def _encode_bounded(field: str, value: Any, limit: int) -> bytes:
     try:
         data = _encoder.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(
-            field, f"can't be sent ({error}); use None, bool, int, float, str, bytes, list, dict"
-        ) from error
+        raise ConfigError(field, f"can't be sent ({error}); use {_SENDABLE}") from error
     if len(data) > limit:
         raise ConfigError(
             field, f"takes {len(data)} bytes encoded, the limit is {limit}; send what is larger another way"
         )
+    strange = _strange(value)
+    if strange is not None:
+        # The codec would take it, but it would come back as something else.
+        raise ConfigError(field, f"can't be sent (a {strange.__name__}); use {_SENDABLE}")
     return data
+
+
+def _strange(value: Any) -> type | None:
+    """The type of the first thing in a value, known to be encodable, that a payload must not hold; None if all is well.
+
+    A tuple may be sent and comes back as a list.
+    """
+    todo: list[Any] = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, list | tuple):
+            todo.extend(cast("Sequence[Any]", item))
+        elif isinstance(item, dict):
+            for pair in cast("dict[Any, Any]", item).items():
+                todo.extend(pair)
+        elif item is not None and not isinstance(item, bool | int | float | str | bytes):
+            return type(item)
+    return None

@@ -15,7 +15,7 @@ __all__ = ["configure_logging"]
 
 
 def configure_logging(level: str, style: str) -> None:
-    """Send events of `level` ("debug", "info", "warning", "error") and above to stderr, as "console" or "json" lines."""
+    """Send events of `level` ("debug", "info", "warning", "error") or above to stderr as "console" or "json"."""
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_logger_name,
         structlog.stdlib.add_log_level,

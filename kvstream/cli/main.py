@@ -19,10 +19,10 @@ from kvstream.errors import ConfigError, KVStreamError
 __all__ = ["main"]
 
 _COMMANDS = {
-    "demo": "prefill in one process, decode in others, the KV cache streamed between them",
+    "demo": "prefill in one process, decode in others, KV cache streamed between",
     "server": "run a NATS server for this user's workers",
     "workers": "list the workers that are registered",
-    "doctor": "check this machine: what works, what does not, and what to do about it",
+    "doctor": "check this machine: what works, what does not, what to do about it",
 }
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141

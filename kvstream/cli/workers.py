@@ -18,8 +18,8 @@ from kvstream.discovery.records import State
 
 __all__ = ["add_arguments", "run"]
 
-_SERVER_WAIT = 1.5
-"""Seconds to wait for this user's server: somebody is watching, and it starts in less."""
+_SERVER_WAIT = 1.0
+"""Seconds to wait for this user's server: it starts in less, and somebody is watching."""
 
 
 class _Worker(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import Literal, Self
 
 import msgspec
-import structlog
 
 from kvstream.errors import ConfigError, KVStreamError, PeerLost, Refused
+from kvstream.log import get_logger
 
 __all__ = [
     "MAX_VALUE",
@@ -37,7 +37,7 @@ __all__ = [
     "check_lease",
 ]
 
-_log: structlog.typing.FilteringBoundLogger = structlog.get_logger("kvstream.discovery")
+_log = get_logger("discovery")
 
 MAX_VALUE = 16 * 1024
 """Largest value of a lease in bytes."""

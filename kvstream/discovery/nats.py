@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast
 
 import msgspec
 import nats.errors
-import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
@@ -44,6 +43,7 @@ from kvstream.discovery.broker import (
 )
 from kvstream.discovery.credentials import NatsTarget
 from kvstream.errors import BrokerUnavailable, ConfigError, KVStreamError, PeerLost, Refused, from_code
+from kvstream.log import get_logger
 
 if TYPE_CHECKING:
     from random import Random
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NatsBroker"]
 
-_log: structlog.typing.FilteringBoundLogger = structlog.get_logger("kvstream.discovery")
+_log = get_logger("discovery")
 
 _T = TypeVar("_T")
 Storage = Literal["memory", "file"]

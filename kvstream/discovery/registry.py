@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 import msgspec
-import structlog
 
 from kvstream.discovery.broker import Broker, Conflict, LeaseEvent, NobodyServes, Service, Synced
 from kvstream.discovery.records import (
@@ -28,13 +27,14 @@ from kvstream.discovery.records import (
     worker_subject,
 )
 from kvstream.errors import BrokerUnavailable, ConfigError, Fenced, KVStreamError, PeerLost, UnknownWorker
+from kvstream.log import get_logger
 
 if TYPE_CHECKING:
     from random import Random
 
 __all__ = ["Change", "Changed", "Changes", "Joined", "Left", "Registry", "Suspect"]
 
-_log: structlog.typing.FilteringBoundLogger = structlog.get_logger("kvstream.discovery")
+_log = get_logger("discovery")
 
 LeftReason = Literal["unregistered", "lost", "missing"]
 """`unregistered` by itself; `lost`: its lease ran out and it does not answer; `missing`: gone from a broker that came

@@ -135,9 +135,12 @@ class ServerClaim:
 
     async def announce(self, host: str, port: int, user: str, password: str) -> None:
         """Write the server file, or replace it."""
+        await asyncio.to_thread(self._write, host, port, user, password)
+
+    def _write(self, host: str, port: int, user: str, password: str) -> None:
         pid = os.getpid()
         info = ServerInfo(pid=pid, start=process_start(pid) or 0, host=host, port=port, user=user, password=password)
-        await asyncio.to_thread(write_private, self.path, msgspec.json.encode(info))
+        write_private(self.path, msgspec.json.encode(info))
 
 
 @asynccontextmanager

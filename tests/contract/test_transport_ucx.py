@@ -13,8 +13,9 @@ import msgspec
 import pytest
 from transport_suite import Harness, TransportSuite, move, pattern
 
-from kvstream.errors import ConfigError, PeerLost, ProtocolError
+from kvstream.errors import ConfigError, Corrupted, PeerLost, ProtocolError
 from kvstream.transport import ucx
+from kvstream.transport._worker import Endpoint
 from kvstream.transport.base import LANES, Lane, StagingBudget
 from kvstream.transport.ucx import UcxConnection, UcxTransport, probe_lanes
 
@@ -229,6 +230,15 @@ async def test_closing_the_worker_frees_what_is_in_quarantine(
     harness.assert_budgets_returned()
 
 
+async def test_shared_slots_are_not_recognised_after_the_sources_fence(make: Make) -> None:
+    harness = await make("shared")
+    pair = await harness.connect()
+    generation = await move(pair, 0, pattern(0, 100))
+    await pair.source.connection.fence()
+    # The destination may be in the middle of a scatter, and hear of it only afterwards.
+    assert not pair.destination.connection.check(0, generation)
+
+
 async def test_a_slot_that_is_being_sent_is_not_written(make: Make) -> None:
     harness = await make("put")
     pair = await harness.connect()
@@ -252,6 +262,30 @@ async def test_a_slot_announced_while_it_is_read_is_refused(make: Make) -> None:
     results = await asyncio.gather(first, second, return_exceptions=True)
     assert not isinstance(results[0], BaseException)
     assert isinstance(results[1], ProtocolError)
+
+
+async def test_a_slot_overwritten_while_it_is_read_is_not_believed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = await make("get")
+    pair = await harness.connect()
+    generation = await move(pair, 0, pattern(0, 1000))
+    reads = 0
+
+    def get(endpoint: Endpoint, local: int, nbytes: int, remote: int, rkey: int, done: Callable[[int], None]) -> None:
+        def overwritten(status: int) -> None:
+            nonlocal reads
+            reads += 1
+            if reads == 1:  # the header came with the old generation, the bytes may be of the next content
+                pair.source.connection.write_view(0)
+            done(status)
+
+        original(endpoint, local, nbytes, remote, rkey, overwritten)
+
+    original = Endpoint.get
+    monkeypatch.setattr(Endpoint, "get", get)
+    with pytest.raises(Corrupted):
+        await pair.destination.connection.take(0, generation, 1000)
+    assert not pair.destination.connection.check(0, generation)
+    assert reads == 2
 
 
 # -- what doctor asks

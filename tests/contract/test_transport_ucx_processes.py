@@ -12,11 +12,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from transport_puppet import SLOT_BYTES, SLOTS, stream, take
 
 from kvstream.errors import PeerLost
 from kvstream.transport.base import LANES, Connection, Lane, ListenAddress, StagingBudget
 from kvstream.transport.ucx import UcxConnection, UcxTransport
-from transport_puppet import stream, take
 
 pytestmark = pytest.mark.chaos
 
@@ -230,16 +230,17 @@ async def test_a_frozen_destination_believes_nothing_after_the_fence(side: Side,
     puppet = await puppets("destination", side.lane)
     connection = await side.stream_to(puppet)
     await side.until_moved(30)
-    assert connection._own is not None
-    memory = connection._own.memory
+    own = connection._own
+    assert own is not None
     budget = side.transport.budget
     await puppet.freeze()
     connection.close()
-    assert budget.used == memory.nbytes  # closing frees nothing
+    assert budget.used == own.memory.nbytes  # closing frees nothing
     async with asyncio.timeout(1):
         await connection.fence()
     assert budget.used == 0
-    memory[:] = CANARY
+    for slot in range(SLOTS):
+        own.data(slot, SLOT_BYTES)[:] = CANARY
     puppet.signal(signal.SIGCONT)
     await puppet.expect("lost")
     assert await puppet.end() == 0  # it would have said "bad"

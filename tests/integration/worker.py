@@ -1,7 +1,7 @@
 """A worker in a process of its own, steered by a test over a pipe: the other side of the tests between processes.
 
-The parent uses `Worker`; the child runs `serve`. Children come from a fork server that has imported the heavy modules, so
-that a test can afford to kill dozens of them.
+The parent uses `Worker`; the child runs `serve`. Children come from a fork server that has imported the heavy modules,
+so that a test can afford to kill dozens of them.
 """
 
 from __future__ import annotations

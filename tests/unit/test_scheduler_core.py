@@ -418,7 +418,6 @@ def test_the_earliest_deadline_gets_the_slot_then_the_oldest_stream(side: Side) 
         num = {"late": 2, "old": 3, "young": 4}[next(n for n, k in keys.items() if k == stages[0].stream)]
         side.hear(wire.Confirm(num, 1, 1))
     assert order == [keys["old"], keys["young"], keys["late"]]
-    assert sorted(side.core.send.__annotations__) is not None
 
 
 def test_the_order_of_bulk_work_is_that_of_the_slots(side: Side) -> None:
@@ -1096,14 +1095,6 @@ def test_the_deadline_of_a_destination_is_the_earlier_of_both_sides(side: Side) 
 
 
 # ---------------------------------------------------------------------- violations
-
-
-def _second(side: Side) -> None:
-    side.announce(1, 1)
-
-
-def _other_epoch_only(frame: wire.Frame) -> Callable[[Side], None]:
-    return lambda side: side.hear(frame)
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,7 @@ def _package() -> str:
             raise
     # By its path and under a name of its own: `examples` on sys.path could be anybody's.
     directory = Path(__file__).parents[3] / "examples" / "smollm"
-    spec = spec_from_file_location(
-        _IN_CLONE, directory / "__init__.py", submodule_search_locations=[str(directory)]
-    )
+    spec = spec_from_file_location(_IN_CLONE, directory / "__init__.py", submodule_search_locations=[str(directory)])
     if spec is None or not (directory / "__init__.py").is_file():
         raise ConfigError("demo", f"the example engine is neither in the package nor at {directory}; reinstall it")
     return _run(spec)

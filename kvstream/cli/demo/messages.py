@@ -5,9 +5,11 @@ Owns the messages and their framing. All times are seconds on CLOCK_MONOTONIC, w
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
+
+from kvstream.cli.demo.engine import ModelName
 
 __all__ = [
     "MAX_LINE",
@@ -18,6 +20,7 @@ __all__ = [
     "Decoded",
     "Failed",
     "FirstToken",
+    "LaneChoice",
     "Prefill",
     "Prefilled",
     "Ready",
@@ -31,15 +34,17 @@ __all__ = [
 MAX_LINE: Final = 1 << 20
 """Longest line in bytes; a peer that sends a longer one is broken."""
 
+LaneChoice = Literal["auto", "shared", "get", "put"]
+
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
     """To a worker, first and once: who it is and what it runs."""
 
     name: str
-    role: str
-    model: str
+    role: Literal["prefill", "decode"]
+    model: ModelName
     dtype: str
-    lane: str
+    lane: LaneChoice
     new_tokens: int
 
 
@@ -121,9 +126,8 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The worker can't go on, and leaves. `stream` is empty where no stream was concerned."""
+    """The worker can't go on, and leaves."""
 
-    stream: str
     error: str
 
 
