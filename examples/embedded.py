@@ -1,8 +1,8 @@
 """The smallest program on kvstream: two processes, one KV cache, moved layer by layer while it is being "computed".
 
 Run it: `python examples/embedded.py`. It starts a NATS server of its own and a decode worker in a second process, and
-sends one prompt's KV cache from here, whose layers become ready one after the other; the decode worker prints each layer
-as it arrives and compares a checksum of all bytes with that of the source.
+sends one prompt's KV cache from here, whose layers become ready one after the other; the decode worker prints each
+layer as it arrives and compares a checksum of all bytes with that of the source.
 """
 
 from __future__ import annotations

@@ -296,7 +296,7 @@ def _encode_bounded(field: str, value: Any, limit: int) -> bytes:
     return data
 
 
-def _strange(value: Any) -> type | None:
+def _strange(value: Any) -> type[Any] | None:
     """The type of the first thing in a value, known to be encodable, that a payload must not hold; None if all is well.
 
     A tuple may be sent and comes back as a list.
@@ -310,5 +310,5 @@ def _strange(value: Any) -> type | None:
             for pair in cast("dict[Any, Any]", item).items():
                 todo.extend(pair)
         elif item is not None and not isinstance(item, bool | int | float | str | bytes):
-            return type(item)
+            return cast("type[Any]", type(item))
     return None

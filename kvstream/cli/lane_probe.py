@@ -213,7 +213,7 @@ async def _child(role: str, argument: str = "") -> AsyncGenerator[_Child]:
             yield child
         except BaseException:
             # Too late, or not wanted any more: nothing that it still does is of use.
-            pass
+            await child.kill()
             raise
         await child.aclose()
 

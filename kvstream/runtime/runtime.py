@@ -231,7 +231,8 @@ class Runtime:
         `blocks` is the block table of the prompt's `tokens` in the pool (with `growing=True` it may be short and is
         completed by `tx.extend`). `to` names a worker, or several that are tried in order, or None for the least loaded
         decode worker. `deadline` is in seconds from now (default: config.deadline), `metadata` goes to the
-        destination's offer handler. Raises ConfigError at once for bad values; entering raises UnknownWorker or Refused.
+        destination's offer handler. Raises ConfigError at once for bad values; entering it raises UnknownWorker or
+        Refused.
         """
         streams = self._streams
         ids = streams.block_table(blocks, tokens, growing=growing)

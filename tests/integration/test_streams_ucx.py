@@ -135,7 +135,7 @@ async def test_many_streams_between_two_processes(server: EmbeddedServer, lane: 
     assert theirs["idle"]
     assert theirs["streams"] == 0
     assert theirs["free_blocks"] == BLOCKS
-    # Every stream that was done here was done there; others may have been done there and cancelled here at the very end.
+    # Every stream that was done here was done there; some were done there and cancelled here at the very end.
     assert theirs["ended"].get("done", 0) >= len(handed)
     if len(growth) > 3:
         for side in (0, 1):

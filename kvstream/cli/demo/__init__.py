@@ -6,6 +6,7 @@ Owns the command's arguments and output. What happens is in `coordinator`; it is
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     print(file=people)
     print(render_report(result.report), file=people)
     print(file=people)
-    print(render_text(result.pipeline, color=people.isatty()), file=people)
+    print(render_text(result.pipeline, color=people.isatty() and "NO_COLOR" not in os.environ), file=people)
     try:
         svg.write_text(render_svg(result.pipeline), encoding="utf-8")
     except OSError as error:

@@ -71,6 +71,7 @@ class Child:
             sys.executable,
             "-m",
             "kvstream.cli.demo.worker",
+            self.name,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -128,7 +129,8 @@ class Child:
         return status
 
     async def _read_messages(self, stream: asyncio.StreamReader) -> None:
-        while line := await stream.readline():
+        # What a killed process was about to say has no end.
+        while (line := await stream.readline()).endswith(b"\n"):
             self._on_message(self.name, messages.decode_message(line))
 
     async def _read_stderr(self, stream: asyncio.StreamReader) -> None:

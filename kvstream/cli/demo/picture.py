@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
@@ -73,7 +74,7 @@ def render_text(pipeline: Pipeline, *, width: int = _WIDTH, color: bool = False)
     scale = (columns - 1) / pipeline.end
 
     def paint(style: str, text: str) -> str:
-        return f"{style}{text}{_RESET}" if color and text else text
+        return f"{style}{text}{_RESET}" if color and style else text
 
     def row(label: str, cells: Sequence[tuple[int, str, str]]) -> str:
         """Cells are (column, character, style), later ones over earlier ones."""
@@ -82,7 +83,8 @@ def render_text(pipeline: Pipeline, *, width: int = _WIDTH, color: bool = False)
             line[min(max(column, 0), columns - 1)] = (character, style)
         while line and line[-1][0] == " ":
             line.pop()
-        text = "".join(paint(style, character) if style else character for character, style in line)
+        runs = groupby(line, key=lambda cell: cell[1])
+        text = "".join(paint(style, "".join(character for character, _ in run)) for style, run in runs)
         return f"{label:>{_LABEL}} {text}".rstrip()
 
     lines = [_title(pipeline), ""]
@@ -130,6 +132,14 @@ def _title(pipeline: Pipeline) -> str:
         f"{model}: {pipeline.tokens} tokens, {pipeline.layers} layers, {pipeline.bytes / 1e6:.1f} MB, "
         f"prefill-0 → {pipeline.destination} ({lane})"
     )
+
+
+def _ticks(end: float, most: int) -> list[float]:
+    """At most `most` + 1 round numbers from 0 to `end`."""
+    rough = end / most
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    return [n * step for n in range(int(end / step) + 1)]
 
 
 # -- SVG

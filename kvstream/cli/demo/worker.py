@@ -66,6 +66,7 @@ class _Link:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._failure_told = False
 
     @classmethod
     async def open(cls) -> Self:
@@ -92,6 +93,16 @@ class _Link:
         except ConnectionError:
             pass  # The coordinator is gone. stdin says so as well, and that ends this process.
 
+    async def fail(self, errors: BaseExceptionGroup[KVStreamError]) -> None:
+        """Tell, once, why this process can't go on: the first error in groups of groups."""
+        if self._failure_told:
+            return
+        self._failure_told = True
+        error: KVStreamError | BaseExceptionGroup[KVStreamError] = errors
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        await self.send(Failed(f"{type(error).__name__}: {error}"))
+
 
 class _Compute:
     """The engine's thread: one job at a time, and a flag that ends the running one within about a layer's time."""
@@ -103,6 +114,9 @@ class _Compute:
 
     async def __call__(self, job: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, job)
+
+    def stop(self) -> None:
+        self._stop.set()
 
     async def close(self) -> None:
         self._stop.set()
@@ -122,6 +136,7 @@ class _Worker:
         self._engine = engine
         self._pool = pool
         self._runtime = Runtime(setup.name, roles={setup.role}, pool=pool, lanes=setup.lane)
+        self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
         self._rng = random.Random(setup.name)  # the same tables in each run, and others in each process
 
@@ -129,17 +144,24 @@ class _Worker:
         """Do what the coordinator asks until it closes the pipe. Raises an ExceptionGroup of what failed."""
         if self._setup.role == "decode":
             self._runtime.on_offer(self._take)
-        async with self._runtime, asyncio.TaskGroup() as group:
-            self._group = group
-            await self._link.send(Ready(self._pool.layout.layers))
-            while (command := await self._link.command()) is not None:
-                if isinstance(command, Prefill):
-                    self._start(self._prefill(command))
-                elif isinstance(command, Baseline):
-                    self._start(self._baseline(command))
-            await self._compute.close()
-            for task in self._tasks:
-                task.cancel()
+        async with self._runtime:
+            try:
+                async with self._group:
+                    await self._obey()
+            except* KVStreamError as errors:
+                await self._link.fail(errors)  # now, since leaving may take a while
+                raise
+
+    async def _obey(self) -> None:
+        await self._link.send(Ready(self._pool.layout.layers))
+        while (command := await self._link.command()) is not None:
+            if isinstance(command, Prefill):
+                self._start(self._prefill(command))
+            elif isinstance(command, Baseline):
+                self._start(self._baseline(command))
+        for task in self._tasks:
+            task.cancel()
+        self._compute.stop()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._group.create_task(work)
@@ -297,28 +319,18 @@ async def _main() -> int:
             return 0
         compute = _Compute()
         stack.push_async_callback(compute.close)
-        failed: KVStreamError | None = None
+        status = 0
         try:
             model, engine, pool = await compute(lambda: _prepare(setup))
             await _Worker(setup, link, compute, model, engine, pool).serve()
-        except* KVStreamError as group:
-            failed = _first(group)
-        if failed is not None:
-            await link.send(Failed(f"{type(failed).__name__}: {failed}"))
-            return 1
-    return 0
-
-
-def _first(group: BaseExceptionGroup[KVStreamError]) -> KVStreamError:
-    """The first error itself, out of groups of groups."""
-    error: KVStreamError | BaseExceptionGroup[KVStreamError] = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+        except* KVStreamError as errors:
+            await link.fail(errors)
+            status = 1
+        return status
 
 
 def main() -> int:
-    """The process's entry."""
+    """The process's entry. Its command line has the worker's name, for `ps`; everything else comes over stdin."""
     configure_logging("warning", "console")
     return run_loop(_main())
 
