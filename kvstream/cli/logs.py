@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import Any, cast
 
 import structlog
 
@@ -30,7 +31,7 @@ def configure_logging(level: str, style: str) -> None:
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             # Events that did not begin in structlog; their extra attributes become fields.
-            foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
+            foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder(), _unfold],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
         )
     )
@@ -48,3 +49,11 @@ def configure_logging(level: str, style: str) -> None:
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,
     )
+
+
+def _unfold(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """kvstream's own events come with their fields under one name, and with a text made of them as their message."""
+    fields = event.pop("kvstream", None)
+    if isinstance(fields, dict):
+        event.update(cast("dict[str, Any]", fields))
+    return event
