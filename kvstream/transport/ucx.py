@@ -559,17 +559,18 @@ class UcxTransport(Transport):
             raise RuntimeError("the transport is not started")
         if address.transport != self.name:
             raise ConfigError("transport", f"the peer speaks {address.transport!r}, this worker {self.name!r}")
-        if address.host_id != self.host_id:
-            if address.scope == "loopback":
-                raise ConfigError(
-                    "data_interface",
-                    f"{address.host}:{address.port} listens on loopback only; start it with --data-interface",
-                )
-            if interface.scope == "loopback":
-                raise ConfigError(
-                    "data_interface",
-                    f"this worker uses loopback only and can't reach {address.host}; start it with --data-interface",
-                )
+        # Each side's UCX has the devices of its own interface only, on one host as well.
+        inside = address.host_id == self.host_id and interface.scope in ("loopback", "all")
+        if address.scope == "loopback" and not inside:
+            raise ConfigError(
+                "data_interface",
+                f"{address.host}:{address.port} listens on loopback only; start it with --data-interface",
+            )
+        if interface.scope == "loopback" and address.scope != "loopback":
+            raise ConfigError(
+                "data_interface",
+                f"this worker uses loopback only and can't reach {address.host}; start it with --data-interface",
+            )
         reads = self._first_lane(address, lanes) == "get"
         worker = self._open_reader() if reads else tcp
         endpoint = worker.connect(address.host, address.get_port if reads else address.port)

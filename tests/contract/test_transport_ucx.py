@@ -181,12 +181,13 @@ async def test_a_port_that_is_taken_is_named(both: Harness) -> None:
     await second.aclose()
 
 
-async def test_a_worker_on_loopback_cannot_dial_out(both: Harness) -> None:
+@pytest.mark.parametrize("host_id", ["another", None])
+async def test_a_worker_on_loopback_cannot_dial_out(both: Harness, host_id: str | None) -> None:
     assert both.address is not None
     raw = {field: getattr(both.address, field) for field in both.address.__struct_fields__}
-    outside = type(both.address)(**{**raw, "host_id": "another", "host": "192.0.2.1", "scope": "192.0.2.1"})
+    outside = {**raw, "host_id": host_id or both.address.host_id, "host": "192.0.2.1", "scope": "192.0.2.1"}
     with pytest.raises(ConfigError, match="this worker uses loopback only"):
-        await both.source.dial(outside, LANES)
+        await both.source.dial(type(both.address)(**outside), LANES)
 
 
 async def test_ucxx_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,9 @@ import argparse
 import io
 import json
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -348,3 +351,32 @@ def test_the_display_takes_news_in_any_order(stream: io.StringIO, monkeypatch: p
     assert "[warning] something [/odd]" in text
     assert "is not shown" not in text
     assert ("30/30" in text) == stream.isatty()
+
+
+# --- where the engine is -------------------------------------------------------------------------------------------
+
+INSTALLED = """
+import sys, kvstream
+kvstream.__path__.append(sys.argv[1])
+from kvstream.cli.demo import engine
+model = engine.load_model("synthetic")
+print(type(model).__module__, engine.blas_environment(1)["OMP_NUM_THREADS"])
+"""
+
+
+def test_the_engine_is_found_in_an_installed_package(tmp_path: Path) -> None:
+    shutil.copytree(Path(demo.__file__).parents[3] / "examples" / "smollm", tmp_path / "_examples" / "smollm")
+    found = subprocess.run(
+        [sys.executable, "-c", INSTALLED, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert found.stdout.split() == ["kvstream._examples.smollm.loading", "1"], found.stderr
+
+
+def test_the_engine_is_found_in_a_clone() -> None:
+    assert type(engine.load_model("synthetic")).__module__ == "kvstream_examples_smollm.loading"
+
+
+def test_what_the_engine_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match=r"tokenizers and gguf missing; pip install 'kvstream-runtime\[demo\]'"):
+        engine.prompts()

@@ -432,9 +432,9 @@ def test_the_order_of_bulk_work_is_that_of_the_slots(side: Side) -> None:
 def test_chunked_prefill_moves_whole_blocks_and_the_last_part_at_the_end(side: Side) -> None:
     side.up(slots=8, blocks=8)
     key = side.streaming(tokens=10)
-    for stop in (3, 4, 7, 9, 10):
+    for stop, staged in ((3, []), (4, [(0, 1)]), (7, []), (9, [(1, 1)]), (10, [(2, 1)])):
         side.ready(key, 0, 0, stop)
-    assert [(s.first, s.count) for s in side.taken(Stage)] == [(0, 1), (1, 1), (2, 1)]
+        assert [(s.first, s.count) for s in side.taken(Stage)] == staged
 
 
 def test_marks_may_repeat_but_not_leave_a_gap(side: Side) -> None:
@@ -887,6 +887,16 @@ def test_chunks_become_moves_confirms_and_layers(side: Side) -> None:
     assert side.take() == [Arrived(key, 0), Transmit(1, wire.Confirm(1, 1, 2))]
 
 
+def test_a_layer_arrives_with_its_last_block(side: Side) -> None:
+    key = side.receiving(tokens=10)
+    side.announce(0, 1, 0, 2)
+    side.move()
+    assert not side.taken(Arrived)
+    side.announce(1, 1, 2, 1)
+    side.move()
+    assert side.one(Arrived) == Arrived(key, 1)
+
+
 def test_the_source_says_done_before_the_last_bytes_are_in_place(side: Side) -> None:
     key = side.receiving()
     side.announce(0, 0)
@@ -1217,6 +1227,11 @@ def test_an_end_is_answered_under_its_own_epoch_even_when_nobody_knows_the_strea
     assert side.sent() == [wire.End(1, 9, "cancelled", answer=True)]
     side.hear(wire.End(1, 9, "cancelled", answer=True))
     assert not side.sent()
+    source = Side()
+    source.up()
+    source.streaming()
+    source.hear(wire.End(1, 9, "cancelled"))
+    assert source.sent() == [wire.End(1, 9, "cancelled", answer=True)]
 
 
 # ---------------------------------------------------------------------- liveness of links
@@ -1235,7 +1250,9 @@ def test_a_link_beats_only_while_something_lives_on_it(side: Side) -> None:
     for _ in range(5):
         side.after(0.1)
         side.hear(wire.Beat(1))
-    assert len(beats(side)) in (4, 5)  # the offer itself spoke for the first
+    sent = beats(side)
+    assert len(sent) in (4, 5)  # the offer itself spoke for the first
+    assert set(sent) == {wire.Beat(1, reply=True)}
     side.core.cancel(side.now, key, "no")
     side.hear(wire.End(1, 1, "cancelled", answer=True))
     side.taken(Transmit)

@@ -526,6 +526,8 @@ def play(seed: int) -> Net:
 
 
 def check_rest(net: Net) -> None:
+    if net.trouble == 0:
+        assert not [c for _, c in net.log if isinstance(c, Drop)], "a connection was given up although nothing failed"
     for node in net.nodes.values():
         if node.dead:
             continue
@@ -577,7 +579,7 @@ def check_links_retire(net: Net) -> None:
 @pytest.mark.parametrize("block", range(8))
 def test_whatever_happens_every_stream_ends_once_and_every_slot_comes_back(block: int) -> None:
     outcomes: Counter[str] = Counter()
-    for seed in range(block * 200, block * 200 + 200):
+    for seed in range(block * 125, block * 125 + 125):
         try:
             net = play(seed)
             check_rest(net)
@@ -590,7 +592,7 @@ def test_whatever_happens_every_stream_ends_once_and_every_slot_comes_back(block
             outcomes.update(node.core.counters.ended)
     # The dice must have reached every kind of end, or the test says less than it seems to.
     assert {"done", "cancelled", "deadline", "peer_lost", "refused", "corrupted", "config"} <= set(outcomes)
-    assert outcomes["done"] > 300
+    assert outcomes["done"] > 150
 
 
 def test_the_same_events_give_the_same_commands() -> None:

@@ -206,7 +206,7 @@ def test_truncated_and_flipped_messages_raise_nothing_else(sent: list[wire.Frame
         _pack((0,)),
         _pack({"sequence": 0}),
         _pack((0, [])) + b"\x00",
-        b"\x92\x00\x90" + b"x" * wire.MAX_MESSAGE,
+        _pack((0, [[11, 0]] * wire.MAX_MESSAGE)),
     ],
 )
 def test_not_a_message(message: bytes) -> None:

@@ -138,27 +138,31 @@ class _Demo:
                 )
                 self._children[name] = await stack.enter_async_context(child)
                 stack.callback(self._leave)
-            return await self._watched(prompts)
+            return await self._watched(prompts, server)
 
     def _leave(self) -> None:
         """Ask all of them at once: they leave side by side, and the stack then waits for one after the other."""
         for child in self._children.values():
             child.leave()
 
-    async def _watched(self, prompts: Mapping[str, str]) -> Result:
-        """The course of events, cut short as soon as a worker dies or says that it failed."""
+    async def _watched(self, prompts: Mapping[str, str], server: EmbeddedServer) -> Result:
+        """The course of events, cut short as soon as a process dies or a worker says that it failed."""
         course = asyncio.create_task(self._course(prompts), name="demo")
-        deaths = [child.ended for child in self._children.values()]
+        server_ended = asyncio.create_task(server.wait(), name="NATS server")
+        deaths = [*(child.ended for child in self._children.values()), server_ended]
         try:
             await asyncio.wait([course, self._failed, *deaths], return_when=asyncio.FIRST_COMPLETED)
             if course.done():
                 return course.result()
             if self._failed.done() and not any(death.done() for death in deaths):
                 await asyncio.wait(deaths, timeout=LAST_WORDS, return_when=asyncio.FIRST_COMPLETED)
+            if server_ended.done():
+                raise DemoError(f"the NATS server ended while {self.doing}")
             raise self._explain()
         finally:
             course.cancel()
-            await asyncio.wait([course])
+            server_ended.cancel()
+            await asyncio.wait([course, server_ended])
 
     def _explain(self) -> DemoError:
         """A death that nobody announced comes first: what other workers say then is its consequence."""

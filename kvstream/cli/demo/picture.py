@@ -286,8 +286,8 @@ def _figures(pipeline: Pipeline) -> Iterator[str]:
         (f"{pipeline.one_layer_ms:.1f} ms", "for one layer's transfer", "(median of this stream)"),
         (
             f"{pipeline.first_token:.0f} ms",
-            "from the start of prefill to the",
-            f"first token on {pipeline.destination}",
+            "from the start of prefill",
+            f"to the first token on {pipeline.destination}",
         ),
     )
     yield _line("edge", 32, 548, _W - 32, 548)
