@@ -66,7 +66,11 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """No live stream and nothing that waits for a peer's answer."""
-        return self.streams == 0 and not any(link.live for link in self._shared.links.values())
+        return (
+            self._source.idle
+            and len(self._destination) == 0
+            and not any(link.live for link in self._shared.links.values())
+        )
 
     # ------------------------------------------------------------------ the user's events, source side
 

@@ -35,9 +35,16 @@ class Source:
         self._names: set[str] = set()
         self._outgoing: dict[str, Link] = {}
         self._connecting: dict[str, list[int]] = {}
+        self._unborn: dict[int, tuple[Outbound, KVStreamError]] = {}
+        """Streams that ended while their peer was being connected: it may be waiting for them, so it will be told."""
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    @property
+    def idle(self) -> bool:
+        """No live stream, and nobody left to tell of one that ended."""
+        return not self._streams and not self._unborn
 
     # ------------------------------------------------------------------ the user's events
 
@@ -125,12 +132,19 @@ class Source:
 
     def link_up(self, now: float, link: Link) -> None:
         self._outgoing[link.peer] = link
-        for stream in self._connected(link.peer):
-            self._offer(now, stream, link)
+        for key in self._connecting.pop(link.peer, []):
+            if (stream := self._streams.get(key)) is not None:
+                self._offer(now, stream, link)
+            elif (unborn := self._unborn.pop(key, None)) is not None:
+                stream, error = unborn
+                self._offer(now, stream, link)
+                self._part(stream, link, error)
 
     def link_failed(self, now: float, peer: str, error: KVStreamError) -> None:
-        for stream in self._connected(peer):
-            self._next_or_end(now, stream, error)
+        for key in self._connecting.pop(peer, []):
+            self._unborn.pop(key, None)
+            if (stream := self._streams.get(key)) is not None:
+                self._next_or_end(now, stream, error)
 
     def link_lost(self, now: float, link: Link, error: KVStreamError) -> None:
         if self._outgoing.get(link.peer) is link:
@@ -140,11 +154,6 @@ class Source:
                 self._end(stream, _in_doubt(error, stream), tell=False)
             else:
                 self._next_or_end(now, stream, error)
-
-    def _connected(self, peer: str) -> list[Outbound]:
-        """The streams that waited for a connection to this peer and are still alive."""
-        keys = self._connecting.pop(peer, [])
-        return [stream for key in keys if (stream := self._streams.get(key)) is not None]
 
     # ------------------------------------------------------------------ reports on Stage
 
@@ -314,13 +323,21 @@ class Source:
         shared.ended(Ended(stream.key, error, b"", stream.epoch, stream.peer, provisional=False))
         link = stream.link
         if link is None:
+            if tell and error is not None and len(self._unborn) < shared.config.max_streams:
+                self._unborn[stream.key] = stream, error
             return
-        link.outbound.pop(stream.num, None)
         if tell and error is not None:
-            slots = [slot for _, slot in stream.in_flight]
-            link.ending[stream.num] = Ending(stream.key, stream.epoch, link.beats, slots)
-            shared.transmit(link, wire.End(stream.num, stream.epoch, error.code, text_of(error)))
+            self._part(stream, link, error)
+        else:
+            link.outbound.pop(stream.num, None)
         self._release(link, [ready.slot for ready in stream.staged.values()])
+
+    def _part(self, stream: Outbound, link: Link, error: KVStreamError) -> None:
+        """Tell the peer that the stream has ended here; what it may be reading stays taken until it answers."""
+        del link.outbound[stream.num]
+        slots = [slot for _, slot in stream.in_flight]
+        link.ending[stream.num] = Ending(stream.key, stream.epoch, link.beats, slots)
+        self._shared.transmit(link, wire.End(stream.num, stream.epoch, error.code, text_of(error)))
 
 
 def _check_offer(

@@ -535,13 +535,23 @@ async def test_layer_ready_with_bad_values(cluster: Cluster) -> None:
             for layer, tokens in ((4, None), (-1, None), (0, (0, 19)), (0, (3, 3)), (0, (-1, 3))):
                 with pytest.raises(ConfigError):
                     tx.layer_ready(layer, tokens=tokens)
-            while not tx.peer:
-                await asyncio.sleep(0)
             tx.layer_ready(0, tokens=(0, 18))
             with pytest.raises(ConfigError, match="need 5 blocks, the stream has 2"):
                 await tx._report()
             with pytest.raises(ConfigError):
                 await rx.done()
+
+
+async def test_a_source_that_fails_before_it_is_connected_tells_the_destination(cluster: Cluster) -> None:
+    """The failure must not stay with the source while the destination waits for its deadline (sglang PR 36108)."""
+    source, destination = await pair(cluster)
+    async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
+        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0"):
+            pass
+        async with asyncio.timeout(2):
+            with pytest.raises(Cancelled):
+                await rx.done()
+    await settled(source, destination)
 
 
 async def test_an_event_delays_its_layer(cluster: Cluster) -> None:
