@@ -51,7 +51,7 @@ class Streams:
         self._handler: OfferHandler | None = None
         self._offer_tasks: dict[int, asyncio.Task[None]] = {}
         self._on_load_changed: Callable[[], None] | None = None
-        self._settled = asyncio.Event()
+        self._pumped = asyncio.Event()
 
     # ------------------------------------------------------------------ the users' calls
 
@@ -172,8 +172,8 @@ class Streams:
         try:
             async with asyncio.timeout(wait):
                 while not self.core.idle:
-                    self._settled.clear()
-                    await self._settled.wait()
+                    self._pumped.clear()
+                    await self._pumped.wait()
         except TimeoutError:
             self._log.info("closed with peers that did not answer")
 
@@ -181,7 +181,6 @@ class Streams:
 
     def transmit(self, link: int, frames: list[Frame]) -> None:
         self.links.transmit(link, frames)
-        self._settled.set()
 
     def dial(self, peer: str) -> None:
         self.links.dial(peer)
@@ -280,10 +279,12 @@ class Streams:
             if isinstance(session, ReceiveStream):
                 self._unclaim(session)
             session.on_ended(command)
-            self._settled.set()
             self._load_changed()
             if command.error is not None:
                 self._log.info("stream ended", stream=session.stream, code=command.error.code, why=str(command.error))
+
+    def pumped(self) -> None:
+        self._pumped.set()
 
     # ------------------------------------------------------------------ helpers
 

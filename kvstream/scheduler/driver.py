@@ -41,6 +41,8 @@ class Effects(Protocol):
     def stage(self, command: Stage) -> None: ...
     def move(self, command: Move) -> None: ...
     def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended) -> None: ...
+    def pumped(self) -> None:
+        """Every command is performed: a good moment to look at the core's state."""
 
 
 class Driver:
@@ -79,6 +81,7 @@ class Driver:
             while self._perform_all():
                 self._flush()
             finished = True
+            self._effects.pumped()
         finally:
             self._pumping = False
             if not finished:

@@ -77,6 +77,9 @@ class Recorder:
     def move(self, command: Move) -> None:
         self._note(("move", command.stream))
 
+    def pumped(self) -> None:
+        pass
+
     def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended) -> None:
         self._note(("notify", type(command).__name__))
 

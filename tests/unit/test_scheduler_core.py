@@ -295,13 +295,30 @@ def test_streams_that_end_together_do_not_share_an_error(side: Side) -> None:
     assert "stream y" in str(second)
 
 
-def test_a_stream_cancelled_while_connecting_is_not_offered(side: Side) -> None:
+def test_a_stream_cancelled_while_connecting_is_told_to_whom_it_was_for(side: Side) -> None:
+    """The peer may be waiting for it (sglang PR 36108); it hears of it once, with its first words on the link."""
     key = side.send()
     side.core.cancel(side.now, key, "no")
     assert isinstance(side.one(Ended).error, Cancelled)
+    assert not side.core.idle
     side.up()
+    offer, end = side.sent()
+    assert isinstance(offer, wire.Offer)
+    assert isinstance(end, wire.End)
+    assert (offer.num, offer.epoch, end.code) == (end.num, end.epoch, "cancelled")
+    assert not side.core.idle
+    side.hear(wire.End(offer.num, offer.epoch, "cancelled", answer=True))
     assert not side.sent()
     assert side.core.idle
+
+
+def test_a_stream_cancelled_while_connecting_in_vain_is_forgotten(side: Side) -> None:
+    key = side.send()
+    side.core.cancel(side.now, key, "no")
+    side.core.link_failed(side.now, "d", PeerLost("nobody"))
+    assert side.core.idle
+    side.up()
+    assert not side.sent()
 
 
 def test_a_link_that_is_being_dropped_gets_no_offer(side: Side) -> None:
@@ -673,6 +690,7 @@ def test_a_deadline_while_connecting_and_while_offered(side: Side) -> None:
     assert isinstance(side.one(Ended).error, DeadlineExceeded)
     assert not side.sent()
     side.up()
+    assert [type(frame) for frame in side.sent()] == [wire.Offer, wire.End]
     side.send("y", deadline=0.5)
     side.after(0.5)
     assert isinstance(side.one(Ended).error, DeadlineExceeded)
@@ -1402,14 +1420,16 @@ def test_shut_ends_everything_and_tells_the_peers(side: Side) -> None:
     assert not side.core.idle
     side.hear(wire.End(1, 1, "cancelled", answer=True))
     side.hear(wire.End(1, 1, "cancelled", answer=True), link=2)
-    assert side.core.idle
+    assert not side.core.idle  # "e" is still to be told of "connecting"
     for call in (side.send, side.receive):
         with pytest.raises(Cancelled):
             call("new")
     side.hear(wire.Offer(3, 1, "late", 8))
     assert [type(frame) for frame in side.sent()] == [wire.Refuse]
     side.up(3, "e")
-    assert not side.sent()
+    assert [type(frame) for frame in side.sent()] == [wire.Offer, wire.End]
+    side.hear(wire.End(1, 1, "cancelled", answer=True), link=3)
+    assert side.core.idle
 
 
 def test_drop_all_drops_every_link_once(side: Side) -> None:
