@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, TypeVar
 
 import msgspec
-import structlog
 
 from kvstream.errors import ConfigError, Corrupted, KVStreamError, PeerLost, ProtocolError, Refused
+from kvstream.log import get_logger
 from kvstream.transport import _ucp
 from kvstream.transport._host import Interface, has_rdma, host_id, read_process, resolve_interface
 from kvstream.transport._mailbox import Mailbox
@@ -57,7 +57,7 @@ _Word = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Key = Annotated[bytes, msgspec.Meta(max_length=1024)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
-_log = structlog.get_logger(__name__)
+_log = get_logger("transport")
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="ucx-offer"):
