@@ -1,22 +1,28 @@
 """Progress of a UCP worker, on the event loop: driven by the worker's descriptor and by what is posted.
 
-Owns when progress runs. It must never run without bound (the loop has others to serve), never poll while there is
-nothing to do, and never wait in any other way than through the loop.
+Owns when progress runs. It must never run without bound (the loop has others to serve), never poll for longer than a
+short linger after something happened, and never wait in any other way than through the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from time import perf_counter
 
 __all__ = ["Pump"]
 
 _STEPS = 16
 """Progress steps in one turn of the loop. A step copies at most about 1 MiB (0.1 ms)."""
 
+_LINGER = 200e-6
+"""Seconds for which progress is looked for by turns of the loop, after something happened, before it is waited for.
+The answer to a message comes within that time more often than not, and to sleep and be woken costs 50 us on each side
+(measured on two virtual cores: a layer there and one back take 0.37 ms with it and 0.69 ms without)."""
+
 
 class Pump:
-    """Progress until idle, arm, and again while arming says that something came in meanwhile.
+    """Progress until idle, linger a moment, arm, and again while arming says that something came in meanwhile.
 
     `step` makes one step and says whether it did anything; `settle` handles what the steps brought (and may post
     more); `arm` asks for a wake-up through `descriptor` and is False when there is work already.
@@ -38,6 +44,7 @@ class Pump:
         self._arm = arm
         self._scheduled = False
         self._closed = False
+        self._active = 0.0
         self._turns: list[asyncio.Future[None]] = []
         loop.add_reader(descriptor, self._run)
         self.kick()
@@ -77,9 +84,13 @@ class Pump:
         try:
             for _ in range(_STEPS):
                 if self._step():
+                    self._active = perf_counter()
                     continue
                 self._settle()
                 if self._closed or self._scheduled:  # settling posted something, which has asked for its own run
+                    return
+                if perf_counter() - self._active < _LINGER:
+                    self.kick()
                     return
                 if self._arm():
                     return
