@@ -7,7 +7,7 @@ import importlib
 import json
 import sys
 
-NAMES = ("notify",)
+NAMES = ("notify", "transfer")
 
 
 def main() -> int:

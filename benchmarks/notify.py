@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
 import statistics
 import time
 from multiprocessing.connection import Connection
@@ -17,6 +16,7 @@ from typing import Any
 
 import uvloop
 
+from benchmarks import machine
 from kvstream import KVLayout, KVPool, Runtime
 from kvstream.discovery import EmbeddedServer
 
@@ -78,8 +78,11 @@ async def _measure(lane: str) -> dict[str, Any]:
 
 def run() -> dict[str, Any]:
     """Measure each lane. `loaded`: something else kept the machine busy when this began."""
-    loaded = os.getloadavg()[0] > 0.5
-    return {"loaded": loaded, "rounds": ROUNDS - WARM_UP, "rows": [uvloop.run(_measure(lane)) for lane in LANES]}
+    return {
+        "loaded": machine.is_loaded(),
+        "rounds": ROUNDS - WARM_UP,
+        "rows": [uvloop.run(_measure(lane)) for lane in LANES],
+    }
 
 
 def table(result: dict[str, Any]) -> str:
