@@ -135,13 +135,19 @@ class Destination:
         if stream is None:
             self._late_move(link, command)
             return
-        confirmed = stream.confirmed
         layer = stream.moved(command.chunk)
         if layer is not None:
             self._shared.commands.append(Arrived(stream.key, layer))
-        if stream.confirmed > confirmed:
+        if not self._decide(now, link, stream):
+            self._confirm(link, stream)
+
+    def _confirm(self, link: Link, stream: Inbound) -> None:
+        """Give slots back: at once when no read of the stream is under way that would do it later, else in halves of
+        what the link has, so that the source never runs dry and a busy stream is not confirmed chunk by chunk."""
+        due = stream.confirmed - stream.told
+        if due and (not stream.moving or due >= link.slots // 2):
+            stream.told = stream.confirmed
             self._shared.transmit(link, wire.Confirm(stream.num, stream.epoch, stream.confirmed))
-            self._decide(now, link, stream)
 
     def move_failed(self, link: Link, command: Move, error: KVStreamError) -> None:
         link.moving -= 1
@@ -300,18 +306,20 @@ class Destination:
             stream.arrived = stream.layers
             shared.commands.extend(Arrived(stream.key, layer) for layer in range(stream.layers))
 
-    def _decide(self, now: float, link: Link, stream: Inbound) -> None:
-        """The destination decides: done when the source said that this was all, and all is in place."""
+    def _decide(self, now: float, link: Link, stream: Inbound) -> bool:
+        """The destination decides: done when the source said that this was all, and all is in place. Its End gives
+        back whatever slots are not confirmed. Returns whether there was anything to decide."""
         if stream.source_end is None or stream.confirmed < stream.chunks:
-            return
+            return False
         if not stream.whole:
             lacking = [layer for layer, missing in enumerate(stream.missing) if missing]
             error = Corrupted(f"stream {stream.name}: the source is done, but layers {lacking[:8]} are not whole")
             self._end(stream, error)
-            return
+            return True
         stream.phase = Phase.DECIDED
         self._shared.transmit(link, wire.End(stream.num, stream.epoch, "done", chunks=stream.chunks))
         self._shared.timers.arm(now + self._shared.config.end_wait, Timer.INBOUND, stream.key)
+        return True
 
     def _end(self, stream: Inbound, error: KVStreamError, *, answer: bool = False) -> None:
         """End a stream with an error, unless it is decided: the source may have heard that it is done, so it is.

@@ -49,6 +49,9 @@ class Inbound:
     moving: dict[int, Ready] = field(default_factory=dict[int, Ready])
     in_place: set[int] = field(default_factory=set[int])
     confirmed: int = 0
+    """The first so many chunks are in place."""
+    told: int = 0
+    """What of that the source has heard."""
     expected: list[int] = field(default_factory=list[int])
     missing: list[int] = field(default_factory=list[int])
     arrived: int = 0

@@ -924,11 +924,30 @@ def test_the_source_says_done_before_the_last_bytes_are_in_place(side: Side) -> 
     side.core.moved(side.now, first)
     assert side.sent() == [wire.Confirm(1, 1, 1)]
     side.core.moved(side.now, second)
-    assert side.sent() == [wire.Confirm(1, 1, 2), wire.End(1, 1, "done", chunks=2)]
+    assert side.sent() == [wire.End(1, 1, "done", chunks=2)]
     assert not side.taken(Ended)
     side.hear(wire.End(1, 1, "done", answer=True))
     assert side.one(Ended) == Ended(key, None, b"pay", 1, "src", provisional=False)
     assert side.core.idle
+
+
+def test_a_busy_stream_is_confirmed_in_halves_of_the_slots_and_at_once_when_it_pauses(side: Side) -> None:
+    side.up(outgoing=False, peer="src", slots=4)
+    side.receive()
+    side.hear(wire.Offer(1, 1, "s", 8, 10.0))
+    side.take()
+    for chunk, (layer, first) in enumerate([(0, 0), (0, 1), (1, 0)]):
+        side.announce(chunk, layer, first, 1, slot=chunk)
+    moves = side.taken(Move)
+    told: list[list[wire.Frame]] = []
+    for command in moves:
+        side.core.moved(side.now, command)
+        told.append(side.sent())
+    assert told == [[], [wire.Confirm(1, 1, 2)], [wire.Confirm(1, 1, 3)]]
+    side.announce(3, 1, 1, 1, slot=0)
+    (last,) = side.taken(Move)
+    side.core.moved(side.now, last)
+    assert side.sent() == [wire.Confirm(1, 1, 4)]
 
 
 def test_a_decision_that_is_not_answered_is_provisional_after_its_wait(side: Side) -> None:
