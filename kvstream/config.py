@@ -22,6 +22,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Staging slots per connection: how many chunks may be between gather and confirmation."""
     slot_bytes: int = 1 * MiB
     """Size of a slot; raised to one KV block where a block is larger. Gather and scatter of a slot run on the loop."""
+    lend_bytes: int = 16 << 10
+    """Where the peer can read this process's memory (shared lane, with ptrace rights), blocks whose runs of bytes are
+    at least this long are not gathered into slots but read in place: one copy instead of two."""
     staging_limit: int = 1024 * MiB
     """Cap on the staging memory of all connections of the process, quarantined memory included."""
 

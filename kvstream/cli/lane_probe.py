@@ -26,7 +26,7 @@ import numpy.typing as npt
 from kvstream.cli.logs import configure_logging
 from kvstream.cli.loop import run_loop
 from kvstream.errors import Corrupted, KVStreamError, PeerLost
-from kvstream.transport.base import LANES, ByteView, Connection, Lane, ListenAddress, StagingBudget
+from kvstream.transport.base import LANES, ByteView, Connection, Lane, Lent, ListenAddress, StagingBudget
 from kvstream.transport.ucx import LaneReport, UcxTransport, probe_lanes
 
 __all__ = ["LaneResult", "ProbeFailed", "TransferReport", "probe_library", "probe_transfers"]
@@ -271,7 +271,7 @@ async def _take(connection: Connection, message: _Message) -> _Message:
         return _Answer(connection.accept_lane(message.offer, (message.lane,)))
     if isinstance(message, _Chunk):
         view = await connection.take(message.slot, message.generation, CHUNK_BYTES)
-        intact = bool(np.array_equal(view, _pattern(message.number)))
+        intact = not isinstance(view, Lent) and np.array_equal(view, _pattern(message.number))
         if not intact or not connection.check(message.slot, message.generation):
             raise Corrupted(f"chunk {message.number} of {CHUNK_BYTES} bytes did not arrive as it was sent")
         return _Taken()

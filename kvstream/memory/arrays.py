@@ -205,8 +205,24 @@ def _c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 # --- copying blocks ---------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Blocks whose every part is one run of host memory: part p of block i is `nbytes` at bases[p] + i * steps[p]."""
+
+    bases: npt.NDArray[np.uint64]
+    steps: npt.NDArray[np.uint64]
+    nbytes: int
+
+    def addresses(self, ids: Ids) -> npt.NDArray[np.uint64]:
+        """Where the runs of the blocks `ids` (n,) are, in wire order: shape (n * parts,)."""
+        return (ids.astype(np.uint64)[:, None] * self.steps + self.bases).ravel()
+
+
 class LayerMemory(Protocol):
     """The KV blocks of one layer, as bytes. Ids and shapes are the caller's responsibility."""
+
+    spans: Spans | None
+    """Where the blocks are in host memory; None where they are on a GPU, or in pieces."""
 
     def gather(self, ids: Ids, out: Bytes) -> None:
         """Copy the blocks `ids` (n,) into `out` (n, block_bytes), C-contiguous host memory."""
@@ -334,10 +350,11 @@ class _HostLayer:
     whole of a source that is not C-contiguous first: a hundred times slower, which is why the table matters.)
     """
 
-    __slots__ = ("_columns", "_parts", "_table")
+    __slots__ = ("_columns", "_parts", "_table", "spans")
 
     def __init__(self, parts: Sequence[Region]) -> None:
         grids = [_grid(part, widest=8) for part in parts]
+        self.spans = _spans(parts, grids)
         self._parts = [np.asarray(_HostView(part, grid)) for part, grid in zip(parts, grids, strict=True)]
         self._columns = _columns(parts)
         self._table = _RowTable.over(parts, grids)
@@ -435,9 +452,10 @@ class CupyOps:
 class _CupyLayer:
     """Blocks on a GPU: gathered into one dense device array there, and only then copied, in one piece."""
 
-    __slots__ = ("_columns", "_cupy", "_index", "_parts")
+    __slots__ = ("_columns", "_cupy", "_index", "_parts", "spans")
 
     def __init__(self, cupy: Any, index: int, parts: Sequence[Region]) -> None:
+        self.spans: Spans | None = None
         self._cupy = cupy
         self._index = index
         self._columns = _columns(parts)
@@ -470,6 +488,15 @@ class _CupyLayer:
     def _select(self, ids: Ids) -> Any:
         run = _ascending_run(ids)
         return self._cupy.asarray(ids) if run is None else run
+
+
+def _spans(parts: Sequence[Region], grids: Sequence[_Grid]) -> Spans | None:
+    same = {part.block_bytes for part in parts}
+    if len(same) != 1 or not all(grid.dense_blocks for grid in grids) or any(part.strides[0] < 0 for part in parts):
+        return None
+    bases = np.array([part.address for part in parts], np.uint64)
+    steps = np.array([part.strides[0] for part in parts], np.uint64)
+    return Spans(bases, steps, same.pop())
 
 
 def _columns(parts: Sequence[Region]) -> list[slice]:

@@ -164,6 +164,20 @@ class KVPool:
         if nbytes:
             memory.scatter(ids, data.reshape(ids.size, -1))
 
+    def addresses(
+        self, layer: int, block_ids: npt.NDArray[np.integer[Any]]
+    ) -> tuple[npt.NDArray[np.uint64], int] | None:
+        """Where the blocks `block_ids` (n,) of one layer are in this process's memory, in wire order: the addresses of
+        n * k runs of bytes, and the length of each run, k runs being one block.
+
+        None where blocks are not made of equal runs of host memory: on a GPU, or with inner strides. Raises ConfigError
+        for a wrong layer or id.
+        """
+        spans = self._layers[self._check_layer(layer)].spans
+        if spans is None:
+            return None
+        return spans.addresses(self._check_ids(block_ids)), spans.nbytes
+
     def check_blocks(self, ids: BlockIds, field: str = "blocks") -> npt.NDArray[np.intp]:
         """A caller's block table, validated once so that it can be trusted to be sane: a read-only copy, shape (n,).
 

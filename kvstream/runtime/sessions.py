@@ -23,6 +23,7 @@ from kvstream.scheduler.commands import Accepted, Ended, Offered
 
 if TYPE_CHECKING:
     from kvstream.runtime.streams import Streams
+    from kvstream.transport.base import Connection
 
 __all__ = ["DeviceEvent", "Offer", "ReceiveStream", "SendStream"]
 
@@ -147,6 +148,8 @@ class SendStream(_Stream):
         self._marks: deque[tuple[int, int, int, float, DeviceEvent | None]] = deque()
         self._wake_due = False
         self._events: asyncio.Task[None] | None = None
+        self.lent: dict[tuple[Connection, int], int] = {}
+        """What the peer may be reading in place: generation by connection and slot."""
 
     async def __aenter__(self) -> Self:
         candidates = await self._route()

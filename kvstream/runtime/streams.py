@@ -24,7 +24,7 @@ from kvstream.runtime.sessions import BlockIds, Offer, ReceiveStream, SendStream
 from kvstream.scheduler.commands import Accepted, Arrived, Ended, Move, Offered, Stage, Withdrawn
 from kvstream.scheduler.core import Scheduler
 from kvstream.scheduler.driver import Driver
-from kvstream.transport.base import ByteView
+from kvstream.transport.base import ByteView, Connection, Lent
 from kvstream.wire import Frame
 
 __all__ = ["OfferHandler", "Streams"]
@@ -196,9 +196,11 @@ class Streams:
             self.core.stage_failed(now, command, Cancelled("the stream has ended"))
             self.driver.pump()
             return
+        ids = session.ids[command.first : command.first + command.count]
         try:
+            if self._lend(session, connection, command, ids):
+                return
             view = connection.write_view(command.slot)
-            ids = session.ids[command.first : command.first + command.count]
             size = self.pool.pack(command.layer, ids, view)
         except KVStreamError as error:
             self.core.stage_failed(now, command, error)
@@ -210,6 +212,21 @@ class Streams:
             self._published(command, future)
         else:
             future.add_done_callback(lambda done: self._published(command, done))
+
+    def _lend(self, session: SendStream | ReceiveStream, connection: Connection, command: Stage, ids: BlockIds) -> bool:
+        """Let the peer read the blocks where they are, if it can and they are large enough for that to pay."""
+        if not connection.lends or not isinstance(session, SendStream):
+            return False
+        found = self.pool.addresses(command.layer, ids)
+        if found is None or found[1] < self.config.lend_bytes:
+            return False
+        lent = Lent(*found)
+        generation = connection.lend(command.slot, lent)
+        session.lent[connection, command.slot] = generation
+        session.moved_bytes += lent.nbytes
+        self.core.staged(self.driver.now(), command, generation)
+        self.driver.pump()
+        return True
 
     def _published(self, command: Stage, future: asyncio.Future[int]) -> None:
         error = _failure(future)
@@ -230,7 +247,7 @@ class Streams:
         else:
             future.add_done_callback(lambda done: self._taken(command, done))
 
-    def _taken(self, command: Move, future: asyncio.Future[ByteView]) -> None:
+    def _taken(self, command: Move, future: asyncio.Future[ByteView | Lent]) -> None:
         now = self.driver.now()
         error = _failure(future)
         if error is None:
@@ -241,21 +258,34 @@ class Streams:
             self.core.move_failed(now, command, error)
         self.driver.pump()
 
-    def _land(self, command: Move, view: ByteView) -> KVStreamError | None:
-        """Scatter a chunk into the stream's blocks, unless the stream has ended meanwhile."""
+    def _land(self, command: Move, taken: ByteView | Lent) -> KVStreamError | None:
+        """Bring a chunk into the stream's blocks, unless the stream has ended meanwhile."""
         session = self._sessions.get(command.stream)
         connection = self.links.connection(command.link)
         if session is None or connection is None:
             return None
         ids = session.ids[command.first : command.first + command.count]
         try:
-            self.pool.unpack(command.layer, ids, view)
+            if isinstance(taken, Lent):
+                self._borrow(connection, command.layer, ids, taken)
+            else:
+                self.pool.unpack(command.layer, ids, taken)
         except KVStreamError as error:
             return error
         if not connection.check(command.slot, command.generation):
             return Corrupted(f"the source reused slot {command.slot} while it was being read")
-        session.moved_bytes += view.nbytes
+        session.moved_bytes += taken.nbytes
         return None
+
+    def _borrow(self, connection: Connection, layer: int, ids: BlockIds, lent: Lent) -> None:
+        found = self.pool.addresses(layer, ids)
+        if found is not None:
+            connection.borrow(lent, Lent(*found))
+            return
+        # Our own blocks are in pieces, or on a GPU: by way of a buffer.
+        buffer = np.empty(lent.nbytes, np.uint8)
+        connection.borrow(lent, Lent(np.array([buffer.ctypes.data], np.uint64), buffer.nbytes))
+        self.pool.unpack(layer, ids, buffer)
 
     def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended) -> None:
         if isinstance(command, Offered):
@@ -278,6 +308,11 @@ class Streams:
             del self._sessions[command.stream]
             if isinstance(session, ReceiveStream):
                 self._unclaim(session)
+            else:
+                # Before the user hears of the end and may overwrite the blocks.
+                for (connection, slot), generation in session.lent.items():
+                    connection.recall(slot, generation)
+                session.lent.clear()
             session.on_ended(command)
             self._load_changed()
             if command.error is not None:

@@ -9,14 +9,17 @@ import ctypes
 import fcntl
 import ipaddress
 import os
+import select
 import socket
 import struct
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvstream.errors import ConfigError
 
-__all__ = ["Interface", "has_rdma", "host_id", "read_process", "resolve_interface"]
+__all__ = ["Interface", "PeerMemory", "has_rdma", "host_id", "read_process", "resolve_interface"]
 
 _SIOCGIFADDR = 0x8915
 
@@ -78,6 +81,66 @@ def _addresses() -> dict[str, str]:
                 continue
             found[name] = socket.inet_ntoa(reply[20:24])
     return found
+
+
+class PeerMemory:
+    """Another process's memory, read by address (process_vm_readv: one copy, made by the reader alone).
+
+    It holds on to the process by a pidfd, so that a number that was given to another process is not read for the peer.
+    """
+
+    _MAX_RUNS = 1024  # IOV_MAX
+
+    def __init__(self, pid: int) -> None:
+        """Raises OSError when there is no such process."""
+        self._pid = ctypes.c_int(pid)
+        self._pidfd = os.pidfd_open(pid)
+        self._poll = select.poll()
+        self._poll.register(self._pidfd, select.POLLIN)
+        # CDLL, not PyDLL: engine threads may run while this one copies.
+        self._readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
+        self._readv.restype = ctypes.c_ssize_t
+
+    @property
+    def alive(self) -> bool:
+        return self._pidfd >= 0 and not self._poll.poll(0)
+
+    def read(
+        self, remote: npt.NDArray[np.uint64], remote_run: int, local: npt.NDArray[np.uint64], local_run: int
+    ) -> None:
+        """Copy runs of `remote_run` bytes at the addresses `remote` over there to runs of `local_run` bytes at `local`;
+        the same number of bytes in all. Raises OSError when not all could be read, or the process has ended."""
+        large = max(remote_run, local_run)
+        runs = self._MAX_RUNS // (large // min(remote_run, local_run)) * large
+        total = len(local) * local_run
+        for start in range(0, total, runs):
+            size = min(runs, total - start)
+            theirs = _vectors(remote[start // remote_run : (start + size) // remote_run], remote_run)
+            ours = _vectors(local[start // local_run : (start + size) // local_run], local_run)
+            count = self._readv(
+                self._pid,
+                ctypes.c_void_p(ours.ctypes.data), ctypes.c_ulong(len(ours)),
+                ctypes.c_void_p(theirs.ctypes.data), ctypes.c_ulong(len(theirs)),
+                ctypes.c_ulong(0),
+            )  # fmt: skip
+            if count != size:
+                code = ctypes.get_errno() if count < 0 else 0
+                raise OSError(code, os.strerror(code) if code else f"{count} of {size} bytes could be read")
+        if not self.alive:
+            raise OSError(0, "the process has ended")
+
+    def close(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def _vectors(addresses: npt.NDArray[np.uint64], run: int) -> npt.NDArray[np.uint64]:
+    """An array of struct iovec."""
+    vectors = np.empty((len(addresses), 2), np.uint64)
+    vectors[:, 0] = addresses
+    vectors[:, 1] = run
+    return vectors
 
 
 class _IoVec(ctypes.Structure):

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ __all__ = [
     "ByteView",
     "Connection",
     "Lane",
+    "Lent",
     "ListenAddress",
     "StagingBudget",
     "Transport",
@@ -48,6 +49,18 @@ MAX_MESSAGE = 8192
 """Largest control message in bytes."""
 
 ByteView = npt.NDArray[np.uint8]
+
+
+class Lent(NamedTuple):
+    """Bytes that a source has not gathered, but lends where they are: runs of `run_bytes` at `addresses` (uint64) in
+    its memory. Only for connections that can read the peer (`Connection.lends`)."""
+
+    addresses: npt.NDArray[np.uint64]
+    run_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.addresses) * self.run_bytes
 
 
 class ListenAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +124,9 @@ class Connection(ABC):
     slot_bytes: int
     """Size of a slot."""
     lost: bool
+    lends: bool = False
+    """Whether the destination can read the source's memory by address, proven when the lane was agreed on: then the
+    source may `lend` runs of bytes in place of gathering them into a slot. Set with the lane."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -165,13 +181,30 @@ class Connection(ABC):
         done on return where nothing has to be awaited. Cancelling the future does not stop bytes; only fence does.
         """
 
+    def lend(self, slot: int, lent: Lent) -> int:
+        """Source, where `lends`: publish runs of its own memory by way of a slot; the generation. The memory has to
+        stay as it is until the slot is confirmed or recalled."""
+        raise RuntimeError(f"this connection does not lend: {self.lane}, slot {slot}, {lent.nbytes} bytes")
+
+    def recall(self, slot: int, generation: int) -> None:
+        """Source: take back what was lent under this generation, if the slot still stands for it. When this returns the
+        memory may change: a destination that is reading, or has read, without having been through `check` finds out
+        there that its bytes are not to be believed."""
+        if self.lends:
+            raise RuntimeError(f"a connection that lends has to be able to recall: slot {slot}, {generation}")
+
     # -- bytes, destination side
 
+    def borrow(self, lent: Lent, local: Lent) -> None:
+        """Destination, where `lends`: copy what `take` returned as Lent to runs of the own memory (as many bytes in
+        all), inline. Raises Corrupted when it can't be read."""
+        raise RuntimeError(f"this connection does not lend: {lent.nbytes} bytes to {local.nbytes}")
+
     @abstractmethod
-    def take(self, slot: int, generation: int, nbytes: int) -> asyncio.Future[ByteView]:
+    def take(self, slot: int, generation: int, nbytes: int) -> asyncio.Future[ByteView | Lent]:
         """Destination: bring the bytes within reach and return them as a read-only view, valid until the slot is
-        confirmed. Slot and nbytes come from the peer: out of range ends with ProtocolError, a generation that
-        does not match what is there with Corrupted."""
+        confirmed; or as Lent, for `borrow`. Slot and nbytes come from the peer: out of range ends with ProtocolError, a
+        generation that does not match what is there with Corrupted."""
 
     @abstractmethod
     def check(self, slot: int, generation: int) -> bool:

@@ -19,6 +19,7 @@ from kvstream.transport.base import (
     ByteView,
     Connection,
     Lane,
+    Lent,
     ListenAddress,
     StagingBudget,
     Transport,
@@ -152,7 +153,7 @@ class InprocConnection(Connection):
         self._taken = 0
         self._offered: _Offer | None = None
         self._generation = 0
-        self._pending: dict[asyncio.Future[ByteView], tuple[int, int, int]] = {}
+        self._pending: dict[asyncio.Future[ByteView | Lent], tuple[int, int, int]] = {}
 
     def describe(self) -> str:
         return "in-process memory"
@@ -273,8 +274,8 @@ class InprocConnection(Connection):
         future.set_result(self._generation)
         return future
 
-    def take(self, slot: int, generation: int, nbytes: int) -> asyncio.Future[ByteView]:
-        future: asyncio.Future[ByteView] = self._loop.create_future()
+    def take(self, slot: int, generation: int, nbytes: int) -> asyncio.Future[ByteView | Lent]:
+        future: asyncio.Future[ByteView | Lent] = self._loop.create_future()
         if self._mailbox.error is not None:
             future.set_exception(PeerLost(str(self._mailbox.error)))
         elif not (0 <= slot < self.slots and 0 <= nbytes <= self.slot_bytes):
@@ -285,7 +286,7 @@ class InprocConnection(Connection):
             self._schedule_flush()
         return future
 
-    def _finish_take(self, future: asyncio.Future[ByteView], slot: int, generation: int, nbytes: int) -> None:
+    def _finish_take(self, future: asyncio.Future[ByteView | Lent], slot: int, generation: int, nbytes: int) -> None:
         staging = self.link.staging
         if staging is None:
             future.set_exception(PeerLost(f"{self.peer_address} closed"))

@@ -18,11 +18,12 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, TypeVar
 
 import msgspec
+import numpy as np
 
 from kvstream.errors import ConfigError, Corrupted, KVStreamError, PeerLost, ProtocolError, Refused
 from kvstream.log import get_logger
 from kvstream.transport import _ucp
-from kvstream.transport._host import Interface, has_rdma, host_id, read_process, resolve_interface
+from kvstream.transport._host import Interface, PeerMemory, has_rdma, host_id, read_process, resolve_interface
 from kvstream.transport._mailbox import Mailbox
 from kvstream.transport._probe import LaneReport, probe_lanes
 from kvstream.transport._slots import HEADER, NONCE_BYTES, MemoryFile, Slots, allocate, area_bytes, map_peer
@@ -33,6 +34,7 @@ from kvstream.transport.base import (
     ByteView,
     Connection,
     Lane,
+    Lent,
     ListenAddress,
     StagingBudget,
     Transport,
@@ -81,6 +83,7 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     nonce: _Nonce
     address: _Word = 0
     rkey: _Key = b""
+    lends: bool = False
 
 
 class UcxConnection(Connection):
@@ -105,13 +108,14 @@ class UcxConnection(Connection):
         self._file: MemoryFile | None = None
         self._own: Slots | None = None
         self._seen: Slots | None = None
+        self._peer_memory: PeerMemory | None = None
         self._region: Region | None = None
         self._taken = 0
         self._remote_address = 0
         self._remote_rkey = 0
         self._generation = 0
         self._moving: set[int] = set()
-        self._pending: set[asyncio.Future[int] | asyncio.Future[ByteView]] = set()
+        self._pending: set[asyncio.Future[int] | asyncio.Future[ByteView | Lent]] = set()
         self._fencing: asyncio.Task[None] | None = None
         self._quarantined = False
         endpoint.on_message = self._received
@@ -122,6 +126,8 @@ class UcxConnection(Connection):
             found = dict.fromkeys(f"{name}/{device}" for name, device in self._endpoint.transports() if device)
             self._carriers = "+".join(found) or self._carriers
         lane = "no lane yet" if self.lane is None else "shared memory" if self.lane == "shared" else self.lane
+        if self.lends:
+            lane += " and direct reads"
         return f"{lane}, {self._carriers or 'not connected'}"
 
     # -- control messages
@@ -159,6 +165,9 @@ class UcxConnection(Connection):
             return
         self.describe()  # the endpoint can tell only while it is open
         self.lost = True
+        if self.dialed and self._own is not None:
+            # What is lent ends with the connection, at once: its memory is the user's again when this is told.
+            self._own.retire()
         self._endpoint.close()
         pending, self._pending = self._pending, set()
         for future in pending:
@@ -236,7 +245,7 @@ class UcxConnection(Connection):
                 except _LaneImpossible as impossible:
                     reasons[lane] = str(impossible)
                     continue
-                self._set_lane(answer.lane, described)
+                self._set_lane(answer, described)
                 return msgspec.msgpack.encode(answer)
         raise _no_lane(self.peer_address, reasons)
 
@@ -253,7 +262,26 @@ class UcxConnection(Connection):
         if not seen.holds(0, 0):
             raise _LaneImpossible("what is there is not the peer's memory; is it in another PID namespace?")
         self._seen = seen
-        return _Answer("shared", offer.nonce)
+        self._peer_memory = self._open_peer(offer)
+        return _Answer("shared", offer.nonce, lends=self._peer_memory is not None)
+
+    def _open_peer(self, offer: _Offer) -> PeerMemory | None:
+        """The peer's memory for reads by address, if this process has the right to it."""
+        try:
+            memory = PeerMemory(offer.pid)
+        except OSError:
+            return None
+        found = np.zeros(NONCE_BYTES, np.uint8)
+        try:
+            remote = np.array([offer.address], np.uint64)
+            memory.read(remote, NONCE_BYTES, np.array([found.ctypes.data], np.uint64), NONCE_BYTES)
+        except OSError as error:
+            _log.info("no direct reads; CMA takes ptrace rights", peer=self.peer_address, why=str(error))
+        else:
+            if found.tobytes() == offer.nonce:
+                return memory
+        memory.close()
+        return None
 
     def _accept_get(self, offer: _Offer) -> _Answer:
         if offer.host_id == self._owner.host_id:
@@ -306,10 +334,11 @@ class UcxConnection(Connection):
                 raise ProtocolError(f"{self.peer_address}: its lane answer does not say where to put")
             self._remote_rkey = self._endpoint.unpack_rkey(decoded.rkey)
             self._remote_address = decoded.address
-        self._set_lane(decoded.lane, self._offered)
+        self._set_lane(decoded, self._offered)
 
-    def _set_lane(self, lane: Lane, offer: _Offer) -> None:
-        self.lane = lane
+    def _set_lane(self, answer: _Answer, offer: _Offer) -> None:
+        lane = self.lane = answer.lane
+        self.lends = answer.lends and lane == "shared"
         self.slots = offer.slots
         self.slot_bytes = offer.slot_bytes
         _log.debug("lane opened", peer=self.peer_address, lane=lane, dialed=self.dialed, carriers=self.describe())
@@ -372,6 +401,21 @@ class UcxConnection(Connection):
             self._endpoint.flush(flushed)
         return future
 
+    def lend(self, slot: int, lent: Lent) -> int:
+        own = self._own_slot(slot)
+        table = lent.addresses.view(np.uint8)
+        if not self.lends or lent.nbytes > self.slot_bytes or table.nbytes > self.slot_bytes:
+            raise ValueError(f"lending {lent.nbytes} bytes by a slot of {self.slot_bytes} (lends: {self.lends})")
+        own.clear(slot)
+        own.data(slot, table.nbytes)[...] = table
+        self._generation += 1
+        own.stamp(slot, self._generation, lent.run_bytes)
+        return self._generation
+
+    def recall(self, slot: int, generation: int) -> None:
+        if self._own is not None and self._own.holds(slot, generation):
+            self._own.clear(slot)
+
     def _own_slot(self, slot: int) -> Slots:
         self._check_open()
         if not self.dialed or self.lane is None or self._own is None:
@@ -384,8 +428,19 @@ class UcxConnection(Connection):
 
     # -- bytes, destination side
 
-    def take(self, slot: int, generation: int, nbytes: int) -> asyncio.Future[ByteView]:
-        future: asyncio.Future[ByteView] = self._loop.create_future()
+    def borrow(self, lent: Lent, local: Lent) -> None:
+        if lent.nbytes != local.nbytes or max(lent.run_bytes, local.run_bytes) % min(lent.run_bytes, local.run_bytes):
+            raise Corrupted(f"{self.peer_address}: {lent} is lent, {local} is wanted")
+        memory = self._peer_memory
+        try:
+            if memory is None:
+                raise OSError(0, "the connection is closed")
+            memory.read(lent.addresses, lent.run_bytes, local.addresses, local.run_bytes)
+        except OSError as error:
+            raise Corrupted(f"{self.peer_address}: what it lent can't be read: {error}") from error
+
+    def take(self, slot: int, generation: int, nbytes: int) -> asyncio.Future[ByteView | Lent]:
+        future: asyncio.Future[ByteView | Lent] = self._loop.create_future()
         if self._mailbox.error is not None:
             _fail_quietly(future, PeerLost(str(self._mailbox.error)))
         elif self.dialed or not (0 <= slot < self.slots and 0 <= nbytes <= self.slot_bytes):
@@ -396,7 +451,7 @@ class UcxConnection(Connection):
             self._finish_take(future, self._seen, slot, generation, nbytes)
         return future
 
-    def _get(self, future: asyncio.Future[ByteView], slot: int, generation: int, nbytes: int) -> None:
+    def _get(self, future: asyncio.Future[ByteView | Lent], slot: int, generation: int, nbytes: int) -> None:
         own = self._own
         if own is None or slot in self._moving:
             future.set_exception(ProtocolError(f"{self.peer_address}: slot {slot} was announced while it is read"))
@@ -426,16 +481,30 @@ class UcxConnection(Connection):
         self._endpoint.get(local, HEADER + nbytes, remote, self._remote_rkey, got_bytes)
 
     def _finish_take(
-        self, future: asyncio.Future[ByteView], source: Slots | None, slot: int, generation: int, nbytes: int
+        self, future: asyncio.Future[ByteView | Lent], source: Slots | None, slot: int, generation: int, nbytes: int
     ) -> None:
         if source is None or generation <= 0 or not source.holds(slot, generation):
             future.set_exception(
                 Corrupted(f"{self.peer_address}: slot {slot} does not hold generation {generation} (any more)")
             )
             return
+        run = source.lent_run(slot) if self._peer_memory is not None else 0
+        if run:
+            self._finish_loan(future, source, slot, nbytes, run)
+            return
         view = source.data(slot, nbytes)
         view.flags.writeable = False
         future.set_result(view)
+
+    def _finish_loan(
+        self, future: asyncio.Future[ByteView | Lent], source: Slots, slot: int, nbytes: int, run: int
+    ) -> None:
+        count = nbytes // run
+        if count * run != nbytes or 8 * count > self.slot_bytes:
+            future.set_exception(ProtocolError(f"{self.peer_address}: {nbytes} bytes lent in runs of {run}"))
+            return
+        # A copy: the slot is the peer's memory.
+        future.set_result(Lent(source.data(slot, 8 * count).view(np.uint64).copy(), run))
 
     def check(self, slot: int, generation: int) -> bool:
         source = self._own if self.lane == "get" else self._seen
@@ -483,6 +552,9 @@ class UcxConnection(Connection):
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self._peer_memory is not None:
+            self._peer_memory.close()
+            self._peer_memory = None
         self._own = None
         self._seen = None
         self._return_budget()
@@ -683,7 +755,7 @@ def _resolve(future: asyncio.Future[int], value: int) -> None:
         future.set_result(value)
 
 
-def _fail_quietly(future: asyncio.Future[int] | asyncio.Future[ByteView], error: KVStreamError) -> None:
+def _fail_quietly(future: asyncio.Future[int] | asyncio.Future[ByteView | Lent], error: KVStreamError) -> None:
     """Fail a future by a loss. The loss is told by on_lost: that nobody awaits the future is no second event."""
     if not future.done():
         future.set_exception(error)
