@@ -5,6 +5,8 @@ It holds values and their validation only; who reads files, environment and flag
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from kvstream.errors import ConfigError
@@ -60,11 +62,16 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     broker_timeout: float = 2.0
 
     def __post_init__(self) -> None:
-        for field in self.__struct_fields__:
-            if getattr(self, field) <= 0:
-                raise ConfigError(field, f"must be greater than zero, is {getattr(self, field)}")
-        if self.slots > 4096:
-            raise ConfigError("slots", f"must be at most 4096, is {self.slots}")
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int if field.type is int else int | float):
+                kind = "an integer" if field.type is int else "a number"
+                raise ConfigError(field.name, f"must be {kind}, is {value!r}")
+            if not 0 < value < math.inf:
+                raise ConfigError(field.name, f"must be finite and greater than zero, is {value}")
+        for field, limit in (("slots", 4096), ("slot_bytes", 1 << 30), ("max_streams", 1 << 24)):
+            if getattr(self, field) > limit:
+                raise ConfigError(field, f"must be at most {limit}, is {getattr(self, field)}")
         if self.stall_timeout < 2 * self.beat_interval:
             raise ConfigError(
                 "stall_timeout",

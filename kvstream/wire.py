@@ -55,6 +55,8 @@ VERSION = 1
 MIN_VERSION = max(1, VERSION - 1)
 
 MAX_MESSAGE = 8192
+MAX_NAMED = 8
+"""Most streams that a Hello names."""
 MAX_PAYLOAD = 4096
 """Largest encoded payload of `done`, in bytes: it rides in one End frame."""
 MAX_METADATA = 2048
@@ -93,7 +95,8 @@ class Hello(_Frame, tag=2, frozen=True):
     """Source: who it is, whom it means, and what it can do.
 
     `proof` is keyed by the secret that the source put in its registry record, so only the incarnation that registered
-    can make it; `target_incarnation` tells a restarted destination that it is not the one that was meant.
+    can make it; `target_incarnation` tells a restarted destination that it is not the one that was meant. `streams` are
+    some that wait for the connection: whoever waits for them over there is told when there can't be one.
     """
 
     version: U32
@@ -109,6 +112,7 @@ class Hello(_Frame, tag=2, frozen=True):
     shard: tuple[U32, U32, U32, U32]
     lanes: Annotated[list[Short], msgspec.Meta(max_length=8)]
     lane_offer: Blob
+    streams: Annotated[list[StreamId], msgspec.Meta(max_length=MAX_NAMED)] = []
 
 
 class Welcome(_Frame, tag=3, frozen=True):

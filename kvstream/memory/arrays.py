@@ -527,6 +527,8 @@ def _ascending_run(ids: Ids) -> slice | None:
 
 def open_device(device: str) -> ArrayOps:
     """The operations for "cpu", "cuda" (GPU 0) or "cuda:N". Raises ConfigError naming the remedy."""
+    if not isinstance(device, str):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are not all typed
+        raise ConfigError("device", f'must be "cpu", "cuda" or "cuda:N", not {device!r}')
     if device == "cpu":
         return HostOps()
     kind, _, number = device.partition(":")

@@ -55,6 +55,7 @@ class KVPool:
         `device` is "cpu", "cuda" (GPU 0) or "cuda:N"; a GPU needs CuPy. Host memory is touched here once, so this
         takes about 0.1 s per GB. Raises ConfigError naming `device` or `blocks`.
         """
+        _check_layout(layout)
         if type(blocks) is not int or not 1 <= blocks <= MAX_BLOCKS:
             raise ConfigError("blocks", f"must be an int from 1 to {MAX_BLOCKS}, not {blocks!r}")
         ops = open_device(device)
@@ -86,6 +87,9 @@ class KVPool:
         Raises LayoutMismatch where the arrays don't have the layout's layers, blocks, shape or dtype, and
         ConfigError where their memory can't be used: read-only, overlapping, or on several devices.
         """
+        _check_layout(layout)
+        if not hasattr(arrays, "__len__") or not hasattr(arrays, "__getitem__"):
+            raise ConfigError("arrays", f"must be a sequence with one entry per layer, is a {type(arrays).__name__}")
         if len(arrays) != layout.layers:
             raise LayoutMismatch(f"arrays: {len(arrays)} layers given, the layout has {layout.layers}")
         parts = [_parts(layout, layer, array) for layer, array in enumerate(arrays)]
@@ -229,6 +233,11 @@ class KVPool:
                     f"block {low if low < 0 else high} is outside the pool, whose blocks are 0 to {self.blocks - 1}",
                 )
         return block_ids.astype(np.intp, copy=False)
+
+
+def _check_layout(layout: object) -> None:
+    if not isinstance(layout, KVLayout):
+        raise ConfigError("layout", f"must be a KVLayout, is a {type(layout).__name__}")
 
 
 def _check_buffer(field: str, buffer: npt.NDArray[np.uint8]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from kvstream import wire
 from kvstream.config import RuntimeConfig
 from kvstream.discovery.records import WorkerRecord
 from kvstream.errors import (
+    ConfigError,
     Fenced,
     KVStreamError,
     LayoutMismatch,
@@ -73,7 +74,11 @@ class Links:
         config: RuntimeConfig,
         seams: Seams,
         lanes: tuple[Lane, ...],
+        on_mismatch: Callable[[Sequence[str], KVStreamError], None],
     ) -> None:
+        self.address: ListenAddress | None = None
+        """Where this runtime listens; set once it does."""
+        self._on_mismatch = on_mismatch
         self._identity = identity
         self._transport = transport
         self._directory = directory
@@ -100,8 +105,9 @@ class Links:
         return link.connection if link is not None and link.up else None
 
     def dial(self, peer: str) -> None:
-        """Connect to a worker; the scheduler hears link_up or link_failed."""
-        self._spawn(self._tasks, self._dial(peer), f"dial {peer}")
+        """Connect to a worker; the scheduler hears link_up or link_failed, whatever happens."""
+        task = self._spawn(self._tasks, self._dial(peer), f"dial {peer}")
+        task.add_done_callback(lambda done: self._dialed(peer, done))
 
     def transmit(self, link_id: int, frames: list[wire.Frame]) -> None:
         """Send frames on a link; dropped when it is gone, of which the scheduler hears anyway."""
@@ -115,13 +121,21 @@ class Links:
         if link is not None:
             self._close(link, error)
 
+    def replaced(self, peer: str, incarnation: str) -> None:
+        """The registry knows `peer` as this incarnation: end the connections with any other."""
+        for link in list(self._links.values()):
+            if link.peer == peer and link.up and link.incarnation != incarnation:
+                self._close(link, PeerLost(f"{peer} was replaced by a newer incarnation"))
+        self._driver.pump()
+
     def accepted(self, connection: Connection) -> None:
         """A peer has dialed us."""
         link = self._add(connection, connection.peer_address)
         if self._closing:
             self._close(link, PeerLost("the runtime is closing"))
         else:
-            self._spawn(self._tasks, self._welcome(link), f"handshake with {link.peer}")
+            task = self._spawn(self._tasks, self._welcome(link), f"handshake with {link.peer}")
+            task.add_done_callback(lambda done: self._welcomed(link, done))
 
     async def close(self) -> None:
         """Close every connection and wait for their fences."""
@@ -152,8 +166,18 @@ class Links:
             self._driver.core.link_up(now(), link.id, peer, outgoing=True, slots=slots, slot_blocks=slot_blocks)
             self._driver.pump()
             return
+        self._failed(peer, error)
+
+    def _dialed(self, peer: str, task: asyncio.Task[None]) -> None:
+        """A bug in dialing, or a missing right, must not leave streams waiting for their deadline."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            failure = KVStreamError(f"connecting to {peer} failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._failed(peer, failure)
+
+    def _failed(self, peer: str, error: KVStreamError) -> None:
         self._log.info("no connection", peer=peer, code=error.code, why=str(error))
-        self._driver.core.link_failed(now(), peer, error)
+        self._driver.core.link_failed(self._driver.now(), peer, error)
         self._driver.pump()
 
     async def _connect(self, peer: str) -> tuple[_Link, int]:
@@ -174,6 +198,12 @@ class Links:
 
     async def _dial_transport(self, record: WorkerRecord) -> Connection:
         address = msgspec.convert(record.address, ListenAddress, from_attributes=True)
+        mine = self.address
+        if mine is not None and address.scope == "loopback" and address.host_id != mine.host_id:
+            raise ConfigError(
+                "to",
+                f"{record.name} listens on loopback only; start it with --data-interface (data_interface= of Runtime)",
+            )
         try:
             return await self._transport.dial(address, self._lanes)
         except KVStreamError as error:
@@ -204,6 +234,7 @@ class Links:
             (shard.tp_rank, shard.tp_size, shard.pp_rank, shard.pp_size),
             list(self._lanes),
             connection.offer_lanes(self._lanes, self._config.slots, self._slot_bytes),
+            self._driver.core.connecting(record.id)[: wire.MAX_NAMED],
         )
         self._send(link, [hello])
         answer = await link.inbox.get()
@@ -225,16 +256,24 @@ class Links:
         except TimeoutError:
             self._close(link, PeerLost("no handshake in time"))
         except KVStreamError as error:
-            self._reject(link, error)
+            if not link.closed:
+                self._reject(link, error)
         except asyncio.CancelledError:
             self._close(link, PeerLost("the runtime is closing"))
             raise
+
+    def _welcomed(self, link: _Link, task: asyncio.Task[None]) -> None:
+        """A bug, or a resource that ran out, must not leave the dialer waiting for its time-out."""
+        if not task.cancelled() and (error := task.exception()) is not None and not link.closed:
+            self._reject(link, KVStreamError(f"the handshake failed here: {type(error).__name__}: {error}"))
 
     async def _examine(self, link: _Link) -> None:
         mine, connection = self._identity, link.connection
         nonce = self._seams.token(_NONCE)
         self._send(link, [wire.Challenge(wire.VERSION, wire.MIN_VERSION, nonce)])
         hello = await link.inbox.get()
+        if isinstance(hello, wire.Reject):
+            raise from_code(hello.code, f"the peer gave up: {hello.message}")
         if not isinstance(hello, wire.Hello):
             raise ProtocolError(f"a {type(hello).__name__} frame in place of a Hello")
         version = wire.negotiate(hello.version, hello.min_version)
@@ -248,12 +287,14 @@ class Links:
         if not hmac.compare_digest(hello.proof, expected):
             raise Fenced(f"the proof of {hello.worker} incarnation {hello.incarnation[:8]} is wrong")
         if hello.fingerprint != mine.layout.fingerprint():
-            raise LayoutMismatch(_mismatch(hello, mine))
+            error = LayoutMismatch(_mismatch(hello, mine))
+            self._on_mismatch(hello.streams, error)
+            raise error
         answer = connection.accept_lane(hello.lane_offer, self._lanes)
         if connection.slot_bytes < mine.layout.block_bytes:
             raise ProtocolError(f"slots of {connection.slot_bytes} bytes for blocks of {mine.layout.block_bytes}")
         link.peer, link.incarnation, link.up = hello.worker, hello.incarnation, True
-        self._replace_older(link)
+        self.replaced(link.peer, link.incarnation)
         proof = wire.proof(mine.key, "welcome", hello.nonce, mine.worker, mine.incarnation, hello.incarnation)
         lane = connection.lane or ""
         self._send(link, [wire.Welcome(version, mine.worker, mine.incarnation, proof, lane, answer)])
@@ -275,12 +316,6 @@ class Links:
                 f"{hello.worker} is registered as incarnation {record.incarnation[:8]}, not {hello.incarnation[:8]}"
             )
         return record
-
-    def _replace_older(self, link: _Link) -> None:
-        """A worker that came back under its name is a new peer: its former life's connections end now."""
-        for other in list(self._links.values()):
-            if other is not link and other.peer == link.peer and other.incarnation not in ("", link.incarnation):
-                self._close(other, PeerLost(f"{link.peer} was restarted"))
 
     def _reject(self, link: _Link, error: KVStreamError) -> None:
         self._log.warning("connection rejected", peer=link.peer, code=error.code, why=str(error))
@@ -347,10 +382,11 @@ class Links:
         self._spawn(self._fences, link.connection.fence(), f"fence {link.peer}")
         self._driver.core.link_lost(self._driver.now(), link.id, error)
 
-    def _spawn(self, group: set[asyncio.Task[None]], work: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, group: set[asyncio.Task[None]], work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = self._loop.create_task(work, name=name)
         group.add(task)
         task.add_done_callback(lambda done: self._over(group, done))
+        return task
 
     def _over(self, group: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
         group.discard(task)

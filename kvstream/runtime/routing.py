@@ -6,18 +6,19 @@ from collections.abc import Sequence
 
 from kvstream.discovery.records import WorkerRecord, parse_worker
 from kvstream.errors import ConfigError
+from kvstream.runtime.checks import text
 
 __all__ = ["default_candidates", "named_candidates"]
 
 
 def named_candidates(to: str | Sequence[str], rank: int) -> list[str]:
     """Worker ids from names in the order given. A name without a rank means the rank that is our own."""
-    names = [to] if isinstance(to, str) else list(to)
+    names = [to] if isinstance(to, str) else list(to) if isinstance(to, list | tuple) else []
     if not names:
-        raise ConfigError("to", "is an empty list; name at least one worker, or pass None for the default policy")
+        raise ConfigError("to", f"must name a worker, or several, or be None for the default policy; is {to!r}")
     ids: list[str] = []
-    for text in names:
-        name, its_rank = parse_worker(text, "to")
+    for worker_name in names:
+        name, its_rank = parse_worker(text("to", worker_name, 160), "to")
         worker = f"{name}/{rank if its_rank is None else its_rank}"
         if worker in ids:
             raise ConfigError("to", f"{worker} is named twice")

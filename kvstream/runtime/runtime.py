@@ -7,12 +7,13 @@ only once it can be reached, and unregistered before it stops answering.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import socket
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import msgspec
 import numpy as np
@@ -20,13 +21,14 @@ import numpy.typing as npt
 
 from kvstream import wire
 from kvstream.config import RuntimeConfig
-from kvstream.discovery import Registry, connect_broker
+from kvstream.discovery import Changed, Joined, Registry, connect_broker
 from kvstream.discovery.broker import Broker
 from kvstream.discovery.records import DataAddress, Load, WorkerRecord, check_name
 from kvstream.errors import BrokerUnavailable, ConfigError, Fenced, KVStreamError, Refused, UnknownWorker
 from kvstream.layout import Shard
 from kvstream.log import get_logger
 from kvstream.memory import KVPool
+from kvstream.runtime.checks import instance, seconds, text, whole
 from kvstream.runtime.identity import Identity
 from kvstream.runtime.links import Links
 from kvstream.runtime.routing import default_candidates, named_candidates
@@ -43,7 +45,7 @@ class Runtime:
 
     `name` is the logical instance, unique in the cluster per rank; `roles` are free words, "prefill" and "decode" among
     them. `nats` is a URL; None means the environment, then the selected NATS context, then this user's running
-    `kvstream server`. `lanes` is "auto" or one lane, or several in order of preference. The data plane listens on
+    `kvstream server`. `lanes` is "auto" or the lanes that are allowed. The data plane listens on
     loopback unless `data_interface` names an interface or address: who reaches its port can write into this process.
     `broker`, `transport` and `seams` replace the parts of that name (tests, simulation); they are not closed here.
 
@@ -65,17 +67,20 @@ class Runtime:
         transport: Transport | None = None,
         seams: Seams | None = None,
     ) -> None:
-        self.pool = pool
-        self.config = config or RuntimeConfig()
+        self.pool = instance("pool", pool, KVPool)
+        self.config = RuntimeConfig() if config is None else instance("config", config, RuntimeConfig)
         self._seams = seams or Seams()
-        self._identity = Identity.create(name, shard or Shard(), pool.layout, self._seams)
-        self._roles = tuple(sorted({check_name("roles", role) for role in roles}))
-        self._lanes = _lanes(lanes)
+        rank = Shard() if shard is None else instance("shard", shard, Shard)
+        self._identity = Identity.create(text("name", name, 64), rank, pool.layout, self._seams)
+        self._roles = _roles(roles)
+        self._lanes = _lanes(lanes, local=transport is not None)
         self._nats = nats
         self._data_interface = data_interface
         self._broker = broker
         self._transport = transport
+        self._broker_in_use: Broker | None = None
         self._handler: OfferHandler | None = None
+        self._closed = False
         self._stack: AsyncExitStack | None = None
         self._streams_or_none: Streams | None = None
         self._registry_or_none: Registry | None = None
@@ -104,6 +109,7 @@ class Runtime:
 
     async def aclose(self) -> None:
         """Leave: unregister, end what is running as cancelled, tell the peers, close. Bounded; idempotent."""
+        self._closed = True
         if self._stack is not None:
             await self._stack.aclose()
 
@@ -113,6 +119,7 @@ class Runtime:
         if broker is None:
             broker = await connect_broker(self._nats, rng=self._seams.rng)
             stack.push_async_callback(broker.aclose)
+        self._broker_in_use = broker
         streams = Streams(self.pool, config, self._seams.clock)
         stack.callback(streams.driver.stop)
         registry = await stack.enter_async_context(
@@ -122,16 +129,20 @@ class Runtime:
         if transport is None:
             transport = _ucx_transport(self._data_interface, self._lanes, StagingBudget(config.staging_limit))
             stack.push_async_callback(transport.aclose)
-        links = Links(identity, transport, registry, streams.driver, config, self._seams, self._lanes)
+        links = Links(
+            identity, transport, registry, streams.driver, config, self._seams, self._lanes, streams.fail_waiting
+        )
         streams.links = links
         stack.push_async_callback(links.close)
-        address = await transport.start(links.accepted)
+        address = links.address = await transport.start(links.accepted)
         stack.push_async_callback(streams.close, config.close_wait)
         streams.set_handler(self._handler)
         self._streams_or_none, self._registry_or_none = streams, registry
         self._record = self._describe(address)
         await registry.register(self._record, on_fenced=self._on_fenced)
         stack.push_async_callback(self._unregister)
+        follower = asyncio.create_task(self._follow(registry, links), name=f"peers of {self.worker}")
+        stack.push_async_callback(_end_task, follower)
         publisher = asyncio.create_task(self._publish_loads(registry), name=f"load of {self.worker}")
         stack.push_async_callback(_end_task, publisher)
         streams.on_load_changed(self._load_changed.set)
@@ -179,17 +190,28 @@ class Runtime:
             except Fenced:
                 return
 
+    async def _follow(self, registry: Registry, links: Links) -> None:
+        """A worker that came back under its name is a new peer: connections to the one before lead nowhere."""
+        async with registry.watch() as changes:
+            async for change in changes:
+                if isinstance(change, Joined | Changed):
+                    links.replaced(change.record.id, change.record.incarnation)
+
     def _on_fenced(self, error: Fenced) -> None:
         """Another incarnation holds our name: nothing new may start here, and what runs must end."""
         self._log.error("fenced", why=str(error))
-        streams = self._streams
-        streams.core.shut(streams.driver.now(), error)
-        streams.driver.pump()
+        streams = self._streams_or_none
+        if streams is not None:
+            streams.core.shut(streams.driver.now(), error)
+            streams.driver.pump()
+            # The peers are told first; then they must not stay connected to the one that is no more.
+            asyncio.get_running_loop().call_later(self.config.end_wait, streams.drop_links, error)
 
     # ------------------------------------------------------------------ what the user asks
 
     @property
     def name(self) -> str:
+        """The logical instance."""
         return self._identity.name
 
     @property
@@ -235,18 +257,17 @@ class Runtime:
         Refused.
         """
         streams = self._streams
+        tokens = whole("tokens", tokens, 1, wire.MAX_COUNT)
         ids = streams.block_table(blocks, tokens, growing=growing)
         candidates = None if to is None else named_candidates(to, self._identity.shard.rank)
-        if not -1000 <= priority <= 1000:
-            raise ConfigError("priority", f"must be from -1000 to 1000, is {priority}")
         return SendStream(
             streams,
-            _stream_id(stream),
+            text("stream", stream, wire.MAX_STREAM_ID),
             ids,
             tokens,
             route=lambda: self._route(candidates, len(ids)),
-            deadline=_deadline(deadline, self.config.deadline),
-            priority=priority,
+            deadline=self.config.deadline if deadline is None else seconds("deadline", deadline),
+            priority=whole("priority", priority, -wire.MAX_PRIORITY, wire.MAX_PRIORITY),
             metadata=wire.encode_metadata(metadata),
         )
 
@@ -265,9 +286,12 @@ class Runtime:
         values, a stream that is being received already, or blocks that another live stream writes.
         """
         streams = self._streams
+        tokens = whole("tokens", tokens, 1, wire.MAX_COUNT)
         ids = streams.block_table(blocks, tokens, growing=False)
-        wait = _deadline(deadline, self.config.deadline)
-        return ReceiveStream(streams, _stream_id(stream), ids, tokens, first_token, wait)
+        name = text("stream", stream, wire.MAX_STREAM_ID)
+        first_token = whole("first_token", first_token, 0, tokens)
+        wait = self.config.deadline if deadline is None else seconds("deadline", deadline)
+        return ReceiveStream(streams, name, ids, tokens, first_token, wait)
 
     def on_offer(self, handler: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
         """Decorator: `async def handler(offer)` is called, in a task of its own, for each stream that nobody waits for.
@@ -275,6 +299,9 @@ class Runtime:
         It answers by `offer.accept(blocks=...)` or `offer.refuse(...)`; one that returns without an answer leaves the
         offer waiting (bounded by config.offer_wait). Its task is cancelled when the source withdraws.
         """
+        call = getattr(handler, "__call__", None)  # noqa: B004 - of an object that is callable by a coroutine method
+        if not (inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(call)):
+            raise ConfigError("handler", f"{handler!r} is not an `async def` function")
         self._handler = handler
         if self._streams_or_none is not None:
             self._streams_or_none.set_handler(handler)
@@ -296,14 +323,15 @@ class Runtime:
                         return found
         except TimeoutError:
             pass
+        cut = "" if self._connected() else " (the broker can't be reached right now, so this may be out of date)"
         there = ", ".join(record.id for record in registry.workers()[:20]) or "none"
         if candidates is None:
             rank = self._identity.shard.rank
             raise Refused(
-                f"no decode worker of rank {rank} with this layout and {blocks} free blocks among {there}",
+                f"no decode worker of rank {rank} with this layout and {blocks} free blocks among {there}{cut}",
                 retry_after=0.5,
             )
-        raise UnknownWorker("to", f"no worker {' or '.join(candidates)} is registered; there are {there}")
+        raise UnknownWorker("to", f"no worker {' or '.join(candidates)} is registered; there are {there}{cut}")
 
     def _choose(self, candidates: list[str] | None, blocks: int) -> list[str]:
         registry = self._registry
@@ -311,8 +339,13 @@ class Runtime:
             return default_candidates(registry.workers(), self.record, blocks)
         return candidates if any(registry.lookup(worker) is not None for worker in candidates) else []
 
+    def _connected(self) -> bool:
+        return self._broker_in_use is not None and self._broker_in_use.connected
+
     @property
     def _streams(self) -> Streams:
+        if self._closed:
+            raise ConfigError("runtime", f"{self.name} has been closed; make a new Runtime")
         if self._streams_or_none is None:
             raise ConfigError("runtime", f"{self.name} has not been entered; use `async with Runtime(...)`")
         return self._streams_or_none
@@ -329,29 +362,24 @@ async def _end_task(task: asyncio.Task[None]) -> None:
     await asyncio.wait([task])
 
 
-def _lanes(lanes: str | Sequence[str]) -> tuple[Lane, ...]:
+def _roles(roles: Collection[str]) -> tuple[str, ...]:
+    if isinstance(roles, str) or not isinstance(roles, set | frozenset | list | tuple):
+        raise ConfigError("roles", f"must be a set or list of words, is {roles!r}")
+    return tuple(sorted({check_name("roles", text("roles", role, 64)) for role in roles}))
+
+
+def _lanes(lanes: object, *, local: bool) -> tuple[Lane, ...]:
+    """`local`: whether the transport is one that was passed in, which may be of one process."""
     if lanes == "auto":
         return LANES
-    chosen = (lanes,) if isinstance(lanes, str) else tuple(lanes)
-    allowed: dict[str, Lane] = {"shared": "shared", "get": "get", "put": "put", "local": "local"}
-    unknown = [lane for lane in chosen if lane not in allowed]
-    if unknown or not chosen:
-        raise ConfigError("lanes", f"{unknown or 'nothing'} is no lane; use 'auto' or any of shared, get, put")
-    return tuple(allowed[lane] for lane in chosen)
-
-
-def _deadline(value: float | None, default: float) -> float:
-    if value is None:
-        return default
-    if not 0 < value < 1e9:
-        raise ConfigError("deadline", f"must be a number of seconds greater than zero, is {value}")
-    return float(value)
-
-
-def _stream_id(stream: str) -> str:
-    if not 0 < len(stream) <= 256:
-        raise ConfigError("stream", f"a stream id has 1 to 256 characters, this one has {len(stream)}")
-    return stream
+    chosen: list[object] = [lanes]
+    if isinstance(lanes, list | tuple):
+        chosen = list(cast("Sequence[object]", lanes))
+    allowed: tuple[Lane, ...] = (*LANES, "local") if local else LANES
+    found: list[Lane] = [lane for lane in allowed if lane in chosen]
+    if not found or any(lane not in allowed for lane in chosen):
+        raise ConfigError("lanes", f"must be 'auto', or one or several of {', '.join(allowed)}; is {lanes!r}")
+    return tuple(found)
 
 
 def _ucx_transport(interface: str | None, lanes: tuple[Lane, ...], budget: StagingBudget) -> Transport:

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstream import wire
-from kvstream.errors import Cancelled, ConfigError, KVStreamError, Refused
+from kvstream.errors import Cancelled, ConfigError, DeadlineExceeded, KVStreamError, Refused
+from kvstream.runtime.checks import seconds, text, token_range, whole
 from kvstream.runtime.reports import StreamReport
 from kvstream.scheduler.commands import Accepted, Ended, Offered
 
@@ -46,6 +47,7 @@ class _Stream:
         self._tokens = tokens
         self.key = 0
         """The scheduler's key; 0 before the stream is opened."""
+        self._entered = False
         self._opened = streams.clock()
         self._accepted = 0.0
         self._peer = ""
@@ -82,8 +84,20 @@ class _Stream:
         return self._end is not None
 
     def cancel(self, reason: str = "cancelled by its user") -> None:
-        """End the stream now; the other side is told. Nothing happens to one that has ended."""
+        """End the stream now; the other side is told. Nothing happens to one that has ended. On the loop's thread."""
+        self._check_open("cancel")
         self._streams.cancel(self.key, reason)
+
+    def _check_open(self, what: str) -> None:
+        if self.key == 0:
+            raise ConfigError("stream", f"{what}: {self._name!r} has not been entered; use it with `async with`")
+        self._streams.check_here(what)
+
+    def _enter(self) -> None:
+        self._streams.check_here("async with")
+        if self._entered:
+            raise ConfigError("stream", f"{self._name!r} was entered before; each stream is used once")
+        self._entered = True
 
     async def _report(self) -> StreamReport:
         await self._ended.wait()
@@ -152,9 +166,18 @@ class SendStream(_Stream):
         """What the peer may be reading in place: generation by connection and slot."""
 
     async def __aenter__(self) -> Self:
-        candidates = await self._route()
+        self._enter()
+        start = self._streams.driver.now()
+        try:
+            async with asyncio.timeout(self._deadline):
+                candidates = await self._route()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"stream {self._name}: the deadline passed while its destination was looked for"
+            ) from None
+        remaining = self._deadline - (self._streams.driver.now() - start)
         self._streams.open_send(
-            self, candidates, deadline=self._deadline, priority=self._priority, metadata=self._metadata
+            self, candidates, deadline=max(remaining, 0.0), priority=self._priority, metadata=self._metadata
         )
         return self
 
@@ -177,12 +200,10 @@ class SendStream(_Stream):
         of range; a gap, or tokens beyond the blocks given so far, end the stream with one. It does nothing after the
         end.
         """
-        layers = len(self._layer_times)
-        if not 0 <= layer < layers:
-            raise ConfigError("layer", f"{layer} is out of range; the layout has layers 0 to {layers - 1}")
-        start, stop = (0, self._tokens) if tokens is None else tokens
-        if not 0 <= start < stop <= self._tokens:
-            raise ConfigError("tokens", f"({start}, {stop}) is not a range within the stream's {self._tokens} tokens")
+        layer = whole("layer", layer, 0, len(self._layer_times) - 1)
+        start, stop = (0, self._tokens) if tokens is None else token_range(tokens, self._tokens)
+        if self.key == 0:
+            raise ConfigError("stream", f"layer_ready: {self._name!r} has not been entered; use it with `async with`")
         self._marks.append((layer, start, stop, self._streams.clock(), event))
         if not self._wake_due:
             self._wake_due = True
@@ -190,7 +211,9 @@ class SendStream(_Stream):
 
     def extend(self, blocks: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
         """Append block ids to a stream opened with `growing=True`. On the loop's thread. Raises ConfigError."""
-        ids = self._streams.pool.check_blocks(np.concatenate([self.ids, np.asarray(blocks)]))
+        self._check_open("extend")
+        more = self._streams.pool.check_blocks(blocks)
+        ids = self._streams.pool.check_blocks(np.concatenate([self.ids, more]))
         needed = self._streams.pool.layout.blocks_for(self._tokens)
         if len(ids) > needed:
             raise ConfigError("blocks", f"{len(ids)} blocks, but {self._tokens} tokens take only {needed}")
@@ -206,9 +229,10 @@ class SendStream(_Stream):
         have finished although its answer was lost. Cancelling this wait does not end the stream; leaving its context
         does.
         """
+        self._check_open("done")
         data = wire.encode_payload(payload)
         self._drain()
-        if self._events is not None:
+        while self._events is not None:  # each event that passes starts the wait for the next
             await asyncio.wait([self._events])
         self._streams.finish(self.key, data)
         return await self._report()
@@ -266,6 +290,7 @@ class ReceiveStream(_Stream):
         self._thread_progress = threading.Condition()
 
     async def __aenter__(self) -> Self:
+        self._enter()
         if self.key == 0:
             self._streams.open_receive(self, self._first_token, self._deadline)
         return self
@@ -278,7 +303,11 @@ class ReceiveStream(_Stream):
         if error is not None or self._upto < len(self._arrived):
             self.cancel("left before its end" if error is None else f"its user failed: {type(error).__name__}")
             return
-        await self._report()
+        try:
+            await self._report()
+        finally:
+            if not self.ended:
+                self.cancel("its user was cancelled while it waited for the end")
 
     @property
     def payload(self) -> Any:
@@ -299,6 +328,7 @@ class ReceiveStream(_Stream):
             yield layer
 
     async def _until(self, layer: int) -> None:
+        self._check_open("iterating")
         while self._upto <= layer:
             if self._end is not None:
                 raise self._end.error or Cancelled(f"stream {self._name}: ended before layer {layer}")
@@ -308,8 +338,12 @@ class ReceiveStream(_Stream):
     def wait_layer(self, layer: int, timeout: float) -> None:
         """For the engine's threads: block until `layer` and all before it are in place, at most `timeout` seconds.
 
-        Raises TimeoutError, or what ended the stream. Never call it on the loop's thread.
+        Raises TimeoutError, or what ended the stream; ConfigError on the loop's thread, which it would freeze.
         """
+        layer = whole("layer", layer, 0, len(self._arrived) - 1)
+        timeout = seconds("timeout", timeout, zero=True)
+        if self._streams.is_here:
+            raise ConfigError("thread", "wait_layer would block the event loop; there, iterate with `async for`")
         with self._thread_progress:
             arrived = self._thread_progress.wait_for(lambda: self._upto > layer or self._end is not None, timeout)
         if self._upto > layer:
@@ -322,9 +356,11 @@ class ReceiveStream(_Stream):
     async def done(self) -> StreamReport:
         """Wait for the end: every byte in place, the source's payload taken over. Raises what ended the stream, with
         `valid_layers` set to those that are whole."""
+        self._check_open("done")
         return await self._report()
 
     def on_arrived(self, layer: int) -> None:
+        """For Streams: a layer is whole."""
         self._layer_times[layer] = self._streams.clock()
         with self._thread_progress:
             self._arrived[layer] = True
@@ -334,6 +370,7 @@ class ReceiveStream(_Stream):
         self._progress.set()
 
     def on_ended(self, command: Ended) -> None:
+        """For Streams: the end."""
         with self._thread_progress:
             super().on_ended(command)
             self._thread_progress.notify_all()
@@ -347,6 +384,8 @@ class Offer:
         self._streams = streams
         self._id = command.offer
         self._answered = False
+        self.accepted: ReceiveStream | None = None
+        """What `accept` returned."""
         self.stream = command.stream
         self.peer = command.peer
         """The source, as `instance/rank`."""
@@ -359,6 +398,7 @@ class Offer:
 
     @property
     def answered(self) -> bool:
+        """Whether accept or refuse has been called with success."""
         return self._answered
 
     def accept(self, blocks: Sequence[int] | npt.NDArray[np.integer[Any]], *, first_token: int = 0) -> ReceiveStream:
@@ -366,11 +406,21 @@ class Offer:
 
         Raises ConfigError (the offer stays open) or Refused when it is too late.
         """
+        self._check_unanswered()
         stream = self._streams.accept_offer(self, self._id, blocks, first_token)
         self._answered = True
+        self.accepted = stream
         return stream
 
     def refuse(self, reason: str, *, retry_after: float | None = None) -> None:
         """Decline it; the source gets a Refused with this text and goes on to its next candidate, if it has one."""
+        self._check_unanswered()
+        reason = text("reason", reason, 1000)
+        wait = None if retry_after is None else seconds("retry_after", retry_after, zero=True)
+        self._streams.refuse_offer(self._id, Refused(reason, wait))
         self._answered = True
-        self._streams.refuse_offer(self._id, Refused(reason, retry_after))
+
+    def _check_unanswered(self) -> None:
+        self._streams.check_here("answering an offer")
+        if self._answered:
+            raise ConfigError("offer", f"the offer of {self.stream!r} has been answered already")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvstream.config import RuntimeConfig
 from kvstream.errors import Cancelled, ConfigError, Corrupted, KVStreamError, ProtocolError, Refused
 from kvstream.log import get_logger
 from kvstream.memory import KVPool
+from kvstream.runtime.checks import whole
 from kvstream.runtime.links import Links
 from kvstream.runtime.sessions import BlockIds, Offer, ReceiveStream, SendStream
 from kvstream.scheduler.commands import Accepted, Arrived, Ended, Move, Offered, Stage, Withdrawn
@@ -42,6 +44,7 @@ class Streams:
         self.clock = clock
         self.config = config
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._log = get_logger("streams")
         self.core = Scheduler(config, layers=pool.layout.layers, block_tokens=pool.layout.block_tokens)
         self.driver = Driver(self.core, self, self._loop)
@@ -55,14 +58,29 @@ class Streams:
 
     # ------------------------------------------------------------------ the users' calls
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the thread of the runtime's loop."""
+        return threading.get_ident() == self._thread
+
+    def check_here(self, what: str) -> None:
+        """Raise ConfigError unless this is the loop's thread: elsewhere the call would change the loop's state under
+        its feet."""
+        if not self.is_here:
+            raise ConfigError(
+                "thread",
+                f"{what} belongs to the thread of the runtime's event loop; of a stream only layer_ready and wait_layer"
+                " may be called from others",
+            )
+
     def block_table(
         self, blocks: Sequence[int] | npt.NDArray[np.integer[Any]], tokens: int, *, growing: bool
     ) -> BlockIds:
         """Validate a block table for that many tokens and cut it to what they take. Raises ConfigError."""
-        if tokens < 1:
-            raise ConfigError("tokens", f"must be at least 1, is {tokens}")
         needed = self.pool.layout.blocks_for(tokens)
-        if growing and len(blocks) == 0:
+        if needed > self.pool.blocks:
+            raise ConfigError("tokens", f"{tokens} take {needed} blocks, the pool has {self.pool.blocks}")
+        if growing and isinstance(blocks, list | tuple | np.ndarray) and len(blocks) == 0:
             return np.empty(0, np.intp)
         ids = self.pool.check_blocks(blocks)
         if len(ids) < needed and not growing:
@@ -105,6 +123,8 @@ class Streams:
     def accept_offer(
         self, offer: Offer, offer_id: int, blocks: Sequence[int] | npt.NDArray[np.integer[Any]], first_token: int
     ) -> ReceiveStream:
+        self.check_here("accept")
+        first_token = whole("first_token", first_token, 0, offer.tokens)
         ids = self.block_table(blocks, offer.tokens, growing=False)
         session = ReceiveStream(self, offer.stream, ids, offer.tokens, first_token, math.inf)
         self._claim(session, first_token)
@@ -116,6 +136,11 @@ class Streams:
         self._sessions[session.key] = session
         self.driver.pump()
         return session
+
+    def fail_waiting(self, names: Sequence[str], error: KVStreamError) -> None:
+        """Their source has said that it can't connect to us: who waits for these streams need not wait on."""
+        self.core.fail_waiting(names, error)
+        self.driver.pump()
 
     def refuse_offer(self, offer_id: int, error: KVStreamError) -> None:
         self.core.refuse(offer_id, error)
@@ -157,6 +182,11 @@ class Streams:
         self.core.set_handler(handler is not None)
         self.driver.pump()
 
+    def drop_links(self, error: KVStreamError) -> None:
+        """Close every connection."""
+        self.core.drop_all(error)
+        self.driver.pump()
+
     def on_load_changed(self, call: Callable[[], None]) -> None:
         self._on_load_changed = call
 
@@ -168,7 +198,9 @@ class Streams:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks)
+            _, left = await asyncio.wait(tasks, timeout=wait)
+            for task in left:
+                self._log.warning("an on_offer handler does not end, although it was cancelled", task=task.get_name())
         try:
             async with asyncio.timeout(wait):
                 while not self.core.idle:
@@ -336,21 +368,24 @@ class Streams:
             return
         task = self._loop.create_task(_call(self._handler, offer), name=f"offer {command.stream}")
         self._offer_tasks[command.offer] = task
-        task.add_done_callback(lambda done: self._handled(command, done))
+        task.add_done_callback(lambda done: self._handled(command, offer, done))
 
-    def _handled(self, command: Offered, task: asyncio.Task[None]) -> None:
+    def _handled(self, command: Offered, offer: Offer, task: asyncio.Task[None]) -> None:
         del self._offer_tasks[command.offer]
         if task.cancelled():
             return
         error = task.exception()
         if error is not None:
             self._log.error("on_offer handler failed", stream=command.stream, exc_info=error)
-            self.refuse_offer(command.offer, Refused(f"the destination's offer handler failed: {type(error).__name__}"))
+            failure = Refused(f"the destination's offer handler failed: {type(error).__name__}")
+            if offer.accepted is not None:
+                # Whoever was to use the stream is not there: it must not end as done.
+                self.fail(offer.accepted.key, failure)
+            else:
+                self.refuse_offer(command.offer, failure)
 
     def _claim(self, session: ReceiveStream, first_token: int) -> None:
         """Note which blocks the stream will write. Raises ConfigError when another live stream writes one of them."""
-        if not 0 <= first_token <= session.tokens:
-            raise ConfigError("first_token", f"{first_token} is out of range; the stream has {session.tokens} tokens")
         ids = session.ids if first_token < session.tokens else session.ids[:0]
         ids = ids[first_token // self.pool.layout.block_tokens :]
         taken = self._written[ids]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from kvstream import wire
 from kvstream.config import RuntimeConfig
-from kvstream.errors import Cancelled, KVStreamError, PeerLost, ProtocolError, Refused
+from kvstream.errors import Cancelled, Fenced, KVStreamError, PeerLost, ProtocolError, Refused
 from kvstream.scheduler.commands import Command, Move, Stage
 from kvstream.scheduler.destination import Destination
 from kvstream.scheduler.links import Link
@@ -125,9 +125,9 @@ class Scheduler:
         self._source.fail(key, error)
         self._destination.fail(key, error)
 
-    def shut(self, now: float, error: KVStreamError) -> None:
+    def shut(self, now: float, error: Cancelled | Fenced) -> None:
         """End everything: no new streams, offers refused, live streams ended with `error`, the peers told."""
-        self._shared.closed = str(error)
+        self._shared.closed = error
         self._destination.refuse_all(Refused(str(error)))
         self._source.fail_all(error)
         self._destination.fail_all(error)
@@ -149,6 +149,14 @@ class Scheduler:
     def refuse(self, offer_id: int, error: KVStreamError) -> None:
         """Decline an offer handed out by Offered; nothing happens when it is gone."""
         self._destination.refuse(offer_id, error)
+
+    def fail_waiting(self, names: Sequence[str], error: KVStreamError) -> None:
+        """End those streams of these names that wait for an offer."""
+        self._destination.fail_waiting(names, error)
+
+    def connecting(self, peer: str) -> list[str]:
+        """The names of the streams that wait for a connection to this peer."""
+        return self._source.connecting(peer)
 
     # ------------------------------------------------------------------ events of links
 

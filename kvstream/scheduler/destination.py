@@ -7,6 +7,7 @@ hears that a stream has ended while a read of its slots is under way here.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -99,6 +100,12 @@ class Destination:
     def fail_all(self, error: KVStreamError) -> None:
         for stream in list(self._streams.values()):
             self._end(stream, about(error, stream.name))
+
+    def fail_waiting(self, names: Sequence[str], error: KVStreamError) -> None:
+        for name in names:
+            stream = self._names.get(name)
+            if stream is not None and stream.phase is Phase.WAITING:
+                self._end(stream, about(error, name))
 
     # ------------------------------------------------------------------ time
 
@@ -362,7 +369,7 @@ class Destination:
     def _judge(self, frame: wire.Offer, waiting: Inbound | None) -> KVStreamError | None:
         """Why an offer has to be refused at once, if it has."""
         if self._shared.closed is not None:
-            return Refused(self._shared.closed)
+            return Refused(str(self._shared.closed))
         if frame.tokens < 1:
             return ConfigError("tokens", f"must be at least 1, is {frame.tokens}")
         if waiting is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvstream import wire
 from kvstream.config import RuntimeConfig
-from kvstream.errors import Cancelled, ConfigError, KVStreamError, ProtocolError, Refused
+from kvstream.errors import ConfigError, KVStreamError, ProtocolError, Refused
 from kvstream.scheduler.commands import Command, Drop, Ended, Transmit
 from kvstream.scheduler.links import Link
 from kvstream.scheduler.timers import Timer, Timers
@@ -42,7 +42,7 @@ class Shared:
         self.timers = Timers()
         self.links: dict[int, Link] = {}
         self.counters = Counters()
-        self.closed: str | None = None
+        self.closed: KVStreamError | None = None
         self._count = 0
 
     def next_id(self) -> int:
@@ -52,7 +52,7 @@ class Shared:
 
     def check_open(self) -> None:
         if self.closed is not None:
-            raise Cancelled(self.closed)
+            raise type(self.closed)(str(self.closed))
 
     def transmit(self, link: Link, frame: wire.Frame) -> None:
         """Say something on a link; nothing is said after its Drop."""

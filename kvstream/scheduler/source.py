@@ -128,6 +128,10 @@ class Source:
             state += f", {missing} layers not ready"
         self._end(stream, DeadlineExceeded(f"stream {stream.name}: the deadline passed ({state})"), tell=True)
 
+    def connecting(self, peer: str) -> list[str]:
+        keys = self._connecting.get(peer, [])
+        return [stream.name for key in keys if (stream := self._streams.get(key)) is not None]
+
     # ------------------------------------------------------------------ links
 
     def link_up(self, now: float, link: Link) -> None:

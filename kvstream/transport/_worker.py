@@ -22,6 +22,7 @@ from kvstream.transport.base import MAX_MESSAGE, ByteView
 __all__ = ["Endpoint", "Region", "UcpWorker"]
 
 _AM_ID = 75
+_UCXX_AM_ID = 0
 """Active messages of kvstream; ucxx has taken 0 on its workers."""
 
 _SHUTDOWN_STEPS = 1000
@@ -61,6 +62,9 @@ class _State:
         self.on_request = _ucp.CONN_HANDLER(self._requested)
         self.on_message = _ucp.AM_HANDLER(self._received)
         self.params = _ucp.RequestParams(self.on_send)
+        self.on_stray = _ucp.AM_HANDLER(_drop_message)
+        # UCXX's own handler would print what strangers send to its id on stderr.
+        ucp.set_am_handler(self.worker, _UCXX_AM_ID, self.on_stray)
         status = ucp.set_am_handler(self.worker, _AM_ID, self.on_message)
         if status != _ucp.OK:
             raise ConfigError("transport", f"UCX has no active messages here: {ucp.error(status)}")
@@ -354,6 +358,10 @@ class UcpWorker:
         # A dialer that is gone again is not an event: nobody here has heard of it.
         if status == _ucp.OK:
             self._on_endpoint(Endpoint(self, state, handle, peer))
+
+
+def _drop_message(*_: object) -> int:
+    return _ucp.OK
 
 
 def _ignore(_: object) -> None:

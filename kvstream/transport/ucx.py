@@ -346,7 +346,8 @@ class UcxConnection(Connection):
     def _take_budget(self, nbytes: int) -> None:
         budget = self._owner.budget
         if not budget.take(nbytes):
-            raise Refused(f"staging memory: {nbytes} bytes wanted, {budget.limit - budget.used} of {budget.limit} left")
+            left = budget.limit - budget.used
+            raise Refused(f"staging memory: {nbytes} bytes wanted, {left} of {budget.limit} left (staging_limit)")
         self._taken = nbytes
 
     def _return_budget(self) -> None:

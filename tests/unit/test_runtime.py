@@ -47,7 +47,8 @@ async def prefill(tx: SendStream, payload: object = None) -> None:
 
 
 def idle(*runtimes: Runtime) -> bool:
-    return all(r._streams.core.idle and r._streams.core.slots_in_use == 0 for r in runtimes)
+    cores = [r._streams_or_none.core for r in runtimes if r._streams_or_none is not None]
+    return all(core.idle and core.slots_in_use == 0 for core in cores)
 
 
 async def test_a_stream_is_byte_exact_layer_by_layer(cluster: Cluster) -> None:
@@ -598,13 +599,16 @@ async def test_closing_a_runtime_ends_its_streams_on_both_sides(cluster: Cluster
         async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
             tx.layer_ready(0)
             await rx._until(0)
+            streams = destination._streams
             await destination.aclose()
             with pytest.raises(Cancelled, match="closing"):
                 await rx.done()
             with pytest.raises(Cancelled, match="closing"):
                 await tx._report()
     with pytest.raises(Cancelled):
-        destination._streams.core.receive(0.0, "x", tokens=1, deadline=1)
+        streams.core.receive(0.0, "x", tokens=1, deadline=1)
+    with pytest.raises(ConfigError, match="has been closed"):
+        destination.receive("x", blocks=[1], tokens=1)
 
 
 async def test_use_before_entering() -> None:
