@@ -197,7 +197,7 @@ class Connection(ABC):
 
     def borrow(self, lent: Lent, local: Lent) -> None:
         """Destination, where `lends`: copy what `take` returned as Lent to runs of the own memory (as many bytes in
-        all), inline. Raises Corrupted when it can't be read."""
+        all), inline. Raises Corrupted when it can't be read, PeerLost when the source's process has ended."""
         raise RuntimeError(f"this connection does not lend: {lent.nbytes} bytes to {local.nbytes}")
 
     @abstractmethod

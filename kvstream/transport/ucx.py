@@ -13,6 +13,7 @@ everything (CMA, CUDA IPC, RDMA) and serves connections whose lane is `get`; it 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, TypeVar
@@ -438,6 +439,10 @@ class UcxConnection(Connection):
                 raise OSError(0, "the connection is closed")
             memory.read(lent.addresses, lent.run_bytes, local.addresses, local.run_bytes)
         except OSError as error:
+            if error.errno == errno.ESRCH or (memory is not None and not memory.alive):
+                # Seen before UCX has seen it.
+                self._failed("the process has ended")
+                raise PeerLost(f"{self.peer_address}: the process has ended") from error
             raise Corrupted(f"{self.peer_address}: what it lent can't be read: {error}") from error
 
     def take(self, slot: int, generation: int, nbytes: int) -> asyncio.Future[ByteView | Lent]:

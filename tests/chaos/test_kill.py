@@ -12,16 +12,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvstream import KVPool, PeerLost, Runtime, RuntimeConfig
+from kvstream import KVPool, PeerLost, Runtime
 from kvstream.discovery import EmbeddedServer
-from tests.integration.worker import BLOCKS, LAYOUT, worker
+from tests.integration.worker import BLOCKS, LAYOUT, WAYS, worker
 
 pytestmark = pytest.mark.chaos
 ROUNDS = int(os.environ.get("KVSTREAM_CHAOS_ROUNDS", "6"))
 TOKENS = 2000
 LIMIT = 0.2
-# The stall time-out must not be what finds the dead: a kill has to show at once.
-CONFIG = RuntimeConfig(stall_timeout=30)
 
 
 @pytest.fixture
@@ -31,15 +29,16 @@ async def server() -> AsyncIterator[EmbeddedServer]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("lane", ["shared", "get", "put"])
-async def test_destination_killed(server: EmbeddedServer, lane: str) -> None:
-    rng = random.Random(lane)
+@pytest.mark.parametrize("way", list(WAYS))
+async def test_destination_killed(server: EmbeddedServer, way: str) -> None:
+    lane, config = WAYS[way]
+    rng = random.Random(way)
     took: list[float] = []
     pool = KVPool.allocate(LAYOUT, blocks=BLOCKS)
-    async with Runtime("prefill-0", pool=pool, nats=server.url, lanes=lane, config=CONFIG) as source:
+    async with Runtime("prefill-0", pool=pool, nats=server.url, lanes=lane, config=config) as source:
         for number in range(ROUNDS):
             name = f"decode-{number}"
-            async with worker(name, server.url, lane, CONFIG) as other:
+            async with worker(name, server.url, way) as other:
                 blocks = pool.acquire(LAYOUT.blocks_for(TOKENS))
                 async with source.send(f"r{number}", blocks=blocks, tokens=TOKENS, to=name) as tx:
                     moment = rng.random() * 0.03
@@ -62,19 +61,20 @@ async def test_destination_killed(server: EmbeddedServer, lane: str) -> None:
         assert pool.free_blocks == BLOCKS
         assert source._streams.core.idle
         assert source._streams.links._links == {}
-        await _serves(source, server, lane)
+        await _serves(source, server, way)
     assert max(took) < LIMIT, took
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("lane", ["shared", "get", "put"])
-async def test_source_killed(server: EmbeddedServer, lane: str) -> None:
-    rng = random.Random(lane)
+@pytest.mark.parametrize("way", list(WAYS))
+async def test_source_killed(server: EmbeddedServer, way: str) -> None:
+    lane, config = WAYS[way]
+    rng = random.Random(way)
     took: list[float] = []
     pool = KVPool.allocate(LAYOUT, blocks=BLOCKS)
-    async with Runtime("decode-0", pool=pool, nats=server.url, lanes=lane, config=CONFIG) as target:
+    async with Runtime("decode-0", pool=pool, nats=server.url, lanes=lane, config=config) as target:
         for number in range(ROUNDS):
-            async with worker(f"prefill-{number}", server.url, lane, CONFIG) as other:
+            async with worker(f"prefill-{number}", server.url, way) as other:
                 blocks = pool.acquire(LAYOUT.blocks_for(TOKENS))
                 async with target.receive(f"r{number}", blocks=blocks, tokens=TOKENS) as rx:
                     other.tell("send", f"r{number}", "decode-0", TOKENS, 0.005)
@@ -93,9 +93,9 @@ async def test_source_killed(server: EmbeddedServer, lane: str) -> None:
     assert max(took) < LIMIT, took
 
 
-async def _serves(source: Runtime, server: EmbeddedServer, lane: str) -> None:
+async def _serves(source: Runtime, server: EmbeddedServer, way: str) -> None:
     """The survivor still works."""
-    async with worker("decode-after", server.url, lane):
+    async with worker("decode-after", server.url, way):
         blocks = source.pool.acquire(4)
         async with source.send("after", blocks=blocks, tokens=64, to="decode-after") as tx:
             for layer in range(LAYOUT.layers):

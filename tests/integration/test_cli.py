@@ -13,6 +13,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -293,14 +294,34 @@ async def test_workers_are_listed(start: Start, run: Run, environ: Environ) -> N
     [
         ((), 2, "kvstream: nats: no NATS server is known.*kvstream server"),
         (("--nats", "http://127.0.0.1"), 2, "kvstream: nats: .*nats://HOST:PORT"),
-        (("--nats", "nats://someone:secret@127.0.0.1:1"), 1, "kvstream: .*127.0.0.1:1.*can't be reached"),
+        (
+            ("--nats", "nats://someone:secret@127.0.0.1:1"),
+            1,
+            "kvstream: .*127.0.0.1:1.*can't be reached.*; check the add",
+        ),
     ],
 )
 def test_workers_without_a_server(run: Run, args: tuple[str, ...], code: int, words: str) -> None:
+    started = time.monotonic()
     result = run("workers", *args)
+    assert time.monotonic() - started < 2
     assert (result.returncode, result.stdout) == (code, "")
     assert re.match(words, one_line(result.stderr))
     assert "secret" not in result.stderr
+
+
+def test_workers_of_a_frozen_server(start: Start, run: Run) -> None:
+    server = start("server", "--json")
+    running(server)
+    frozen = nats_server_of(server)
+    os.kill(frozen, signal.SIGSTOP)
+    started = time.monotonic()
+    result = run("workers")
+    took = time.monotonic() - started
+    os.kill(frozen, signal.SIGCONT)
+    assert took < 2
+    assert (result.returncode, result.stdout) == (1, "")
+    assert re.match("kvstream: .*no answer within .*; .*`kvstream server`", one_line(result.stderr))
 
 
 # -- doctor
@@ -451,6 +472,49 @@ def test_output_that_nobody_reads(start: Start) -> None:
     server.stdout.close()
     assert server.wait(SECONDS) == 141
     assert server.stderr.read() == ""
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+from kvstream.cli.main import main
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{module}":
+            sys.meta_path.remove(self)
+            {action}
+
+sys.meta_path.insert(0, Interrupts())
+sys.exit(main({argv}))
+"""
+INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
+# As an extension module's import does that is interrupted in C.
+INTERRUPT_IN_C = """
+            try: raise KeyboardInterrupt
+            except KeyboardInterrupt as error: raise ImportError("half imported") from error"""
+
+
+@pytest.mark.parametrize("action", [INTERRUPT, INTERRUPT_IN_C], ids=["python", "c"])
+@pytest.mark.parametrize(
+    ("module", "argv"),
+    [
+        ("kvstream.cli.demo", ["demo"]),
+        ("kvstream.cli.demo.coordinator", ["demo"]),
+        ("kvstream.cli.server", ["server"]),
+        ("nats", ["workers"]),
+        ("kvstream.cli.trials", ["doctor"]),
+        ("kvstream.cli.logs", ["server"]),
+    ],
+)
+def test_an_interrupt_while_a_command_is_imported_is_quiet(
+    environ: Environ, tmp_path: Path, module: str, argv: list[str], action: str
+) -> None:
+    code = INTERRUPTED_IMPORT.format(module=module, action=action, argv=argv)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert result.stderr == ""
+    assert result.returncode == 130
 
 
 def test_demo_is_loaded_only_when_asked_for(environ: Environ) -> None:

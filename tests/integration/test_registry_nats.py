@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
+import re
 import signal
 import socket
 import stat
@@ -13,6 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +38,10 @@ from kvstream.discovery import (
     resolve_target,
     shared_server,
 )
-from kvstream.discovery.credentials import NatsTarget
+from kvstream.discovery.credentials import NatsTarget, refresh_target
 from kvstream.discovery.nats import NatsBroker
 from kvstream.discovery.server_file import process_start, read_server_file
-from kvstream.errors import BrokerUnavailable, ConfigError
+from kvstream.errors import BrokerUnavailable, ConfigError, UnknownWorker
 
 TTL = 1.0
 
@@ -120,6 +123,7 @@ async def test_an_unreachable_server_is_a_clear_error_within_two_seconds(server:
     ) as caught:
         await connect(server)
     assert server.password not in str(caught.value)
+    assert re.search("; check the address in the test and .*`kvstream server`", str(caught.value))
     # One that takes connections and says nothing.
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with pytest.raises(BrokerUnavailable, match=r"no answer within 1\.5 s"):
@@ -271,19 +275,88 @@ async def test_a_connected_zombie_is_replaced_at_once(server: EmbeddedServer) ->
         await works(broker)
 
 
-async def test_refused_credentials_on_a_reconnect_are_tried_again(server: EmbeddedServer) -> None:
+async def test_refused_credentials_on_a_reconnect_are_tried_again_and_told_once(
+    server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
     async with await connect(server) as broker:
         good = server.password
         server.password = "another"
         await server.restart()
         with pytest.raises(TimeoutError):
-            await down_and_up(broker, 1)
+            await down_and_up(broker, 1.5)
         assert not broker.connected
+        warnings = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
+        (told,) = [text for text in warnings if "refuses the credentials" in text]
+        assert "; correct them" in told and good not in told
         server.password = good
         await server.restart()
         async with asyncio.timeout(5):
             await broker.wait_connected()
         await works(broker)
+
+
+async def test_a_worker_returns_to_a_shared_server_that_restarts_elsewhere(environ: dict[str, str]) -> None:
+    """The server file names another port and other credentials then."""
+
+    async def join(stack: AsyncExitStack) -> Registry:
+        target = await resolve_target(None, environ=environ, wait=0)
+        refresh = partial(refresh_target, environ=environ)
+        broker = await stack.enter_async_context(
+            await NatsBroker.connect(target, rng=random.Random(1), refresh=refresh)
+        )
+        return await stack.enter_async_context(Registry(broker, rng=random.Random(2), ttl=TTL))
+
+    async with AsyncExitStack() as stack:
+        async with shared_server(environ=environ) as first:
+            worker = await join(stack)
+            await worker.register(record("w"))
+            assert worker.connected
+            lost = asyncio.Event()
+            worker._broker.on_connection(lambda up: None if up else lost.set())
+        async with asyncio.timeout(5):
+            await lost.wait()
+        assert not worker.connected
+        async with shared_server(environ=environ) as second:
+            assert (first.port, first.password) != (second.port, second.password)
+            viewer = await join(stack)
+            assert (await viewer.wait_for("w", 3)).id == "w/0"
+            assert worker.connected
+            await stack.aclose()
+
+
+async def test_a_wait_without_a_broker_says_so(server: EmbeddedServer) -> None:
+    async with await connect(server) as broker, Registry(broker, rng=random.Random(1)) as registry:
+        with pytest.raises(UnknownWorker) as caught:
+            await registry.wait_for("nobody", 0.01)
+        assert "NATS" not in str(caught.value)
+        lost = asyncio.Event()
+        broker.on_connection(lambda up: None if up else lost.set())
+        await server.kill()
+        async with asyncio.timeout(5):
+            await lost.wait()
+        with pytest.raises(UnknownWorker, match="NATS can't be reached right now"):
+            await registry.wait_for("nobody", 0.01)
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_leaving_a_frozen_server_is_bounded(server: EmbeddedServer, full: bool) -> None:
+    """A lease that can't be given back runs out by itself."""
+    broker = await connect(server)
+    registry = Registry(broker, rng=random.Random(1))
+    await registry.start()
+    await registry.register(record("w"))
+    server.pause()
+    if full:
+        puts = [asyncio.ensure_future(broker.put(f"t.{i}", bytes(16384), ttl=60, revision=0)) for i in range(2000)]
+        await asyncio.sleep(0.1)
+    left = time.monotonic()
+    await registry.unregister()
+    await registry.aclose()
+    await broker.aclose()
+    assert time.monotonic() - left < 2
+    if full:
+        await asyncio.wait(puts)
+        assert all(isinstance(put.exception(), BrokerUnavailable) for put in puts)
 
 
 @asynccontextmanager
@@ -427,6 +500,50 @@ async def test_starting_can_be_cancelled(environ: dict[str, str], tmp_path: Path
     assert list((tmp_path / "kvstream").iterdir()) == []
 
 
+async def test_entering_a_server_twice_is_a_clear_error(
+    server: EmbeddedServer, environ: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    pid = server.pid
+    with pytest.raises(ConfigError, match=r"server: .*entered"):
+        async with server:
+            raise AssertionError
+    assert server.pid == pid
+    async with await connect(server):
+        pass
+    # Two at once: one gets it.
+    other = EmbeddedServer(environ=environ)
+    results = await asyncio.gather(other.__aenter__(), other.__aenter__(), return_exceptions=True)
+    try:
+        assert sorted(type(result).__name__ for result in results) == ["ConfigError", "EmbeddedServer"]
+    finally:
+        await other.__aexit__(None, None, None)
+    # One after the other is fine.
+    async with other, await connect(other):
+        pass
+    assert capfd.readouterr() == ("", "")
+
+
+async def test_a_server_that_has_not_been_entered_has_no_url(environ: dict[str, str]) -> None:
+    for server in (EmbeddedServer(environ=environ), EmbeddedServer(port=4222, environ=environ)):
+        with pytest.raises(ConfigError, match=r"server: .*async with"):
+            _ = server.url
+        with pytest.raises(ConfigError, match=r"server: .*async with"):
+            await server.start()
+        with pytest.raises(ConfigError, match=r"server: .*async with"):
+            await server.restart()
+    async with EmbeddedServer(environ=environ) as server:
+        await server.kill()
+        assert f":{server.port}" in server.url, "it keeps its place while it is down"
+    with pytest.raises(ConfigError, match=r"server: .*async with"):
+        _ = server.url
+
+
+@pytest.mark.parametrize("port", ["4222", None, 1.5, True, -1, 65536])
+def test_a_port_that_is_none_is_a_clear_error(port: Any) -> None:
+    with pytest.raises(ConfigError, match="port: "):
+        EmbeddedServer(port=port)
+
+
 async def test_a_port_that_is_taken_is_a_clear_error(server: EmbeddedServer, environ: dict[str, str]) -> None:
     with pytest.raises(BrokerUnavailable, match=r"did not start[\s\S]*address already in use"):
         async with EmbeddedServer(port=server.port, environ=environ):
@@ -478,6 +595,8 @@ async def test_connect_broker(environ: dict[str, str], server: EmbeddedServer, m
         assert broker.connected
     async with await connect_broker(server.url, rng=random.Random(1)) as broker:
         assert broker.connected
+    with pytest.raises(ConfigError, match="nats: "):
+        await connect_broker(5, rng=random.Random(1))  # type: ignore[arg-type]
 
 
 OWNER = """

@@ -13,9 +13,8 @@ import pytest
 
 from kvstream import Cancelled, KVPool, KVStreamError, Refused, Runtime
 from kvstream.discovery import EmbeddedServer
-from tests.integration.worker import BLOCKS, LAYOUT, checksum, rss, worker
+from tests.integration.worker import BLOCKS, LAYOUT, WAYS, checksum, rss, worker
 
-LANES = ["shared", "get", "put"]
 STREAMS = int(os.environ.get("KVSTREAM_TEST_STREAMS", "1000"))
 
 
@@ -33,10 +32,11 @@ async def server() -> AsyncIterator[EmbeddedServer]:
         yield running
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 333])
-async def test_bytes_and_canaries(server: EmbeddedServer, lane: str, tokens: int) -> None:
+async def test_bytes_and_canaries(server: EmbeddedServer, way: str, tokens: int) -> None:
     """Shuffled tables on both sides; guard blocks, and blocks that belong to nobody, keep their bytes (vllm 54272)."""
+    lane, config = WAYS[way]
     needed = LAYOUT.blocks_for(tokens)
     order = np.random.default_rng(tokens)
     mine = [int(block) for block in order.permutation(64)[:needed]]
@@ -48,13 +48,18 @@ async def test_bytes_and_canaries(server: EmbeddedServer, lane: str, tokens: int
     for layer in range(LAYOUT.layers):
         expected[layer][np.array(theirs) + 1] = source_memory[layer][np.array(mine) + 1]
     async with AsyncExitStack() as stack:
-        source = await stack.enter_async_context(Runtime("prefill-0", pool=source_pool, nats=server.url, lanes=lane))
-        target = await stack.enter_async_context(Runtime("decode-0", pool=target_pool, nats=server.url, lanes=lane))
+        source = await stack.enter_async_context(
+            Runtime("prefill-0", pool=source_pool, nats=server.url, lanes=lane, config=config)
+        )
+        target = await stack.enter_async_context(
+            Runtime("decode-0", pool=target_pool, nats=server.url, lanes=lane, config=config)
+        )
         async with target.receive("r", blocks=theirs, tokens=tokens) as rx:
             async with source.send("r", blocks=mine, tokens=tokens, to="decode-0") as tx:
                 for layer in range(LAYOUT.layers):
                     tx.layer_ready(layer)
                 report = await tx.done()
+                assert not tx.lent
             await rx.done()
     assert report.lane == lane
     for layer in range(LAYOUT.layers):
@@ -62,21 +67,22 @@ async def test_bytes_and_canaries(server: EmbeddedServer, lane: str, tokens: int
         assert np.array_equal(source_memory[layer], source_before[layer])
 
 
-@pytest.mark.parametrize("lane", LANES)
-async def test_many_streams_between_two_processes(server: EmbeddedServer, lane: str) -> None:
+@pytest.mark.parametrize("way", list(WAYS))
+async def test_many_streams_between_two_processes(server: EmbeddedServer, way: str) -> None:
     """Random sizes, cancels on either side, refusals: each stream ends exactly once on both sides, blocks come back,
     memory does not grow."""
-    count = STREAMS if lane == "shared" else STREAMS // 4
-    rng = random.Random(lane)
+    lane, config = WAYS[way]
+    count = STREAMS if way == "shared" else STREAMS // 4
+    rng = random.Random(way)
     ended: dict[str, int] = {}
     handed: set[str] = set()
     growth: list[tuple[int, int]] = []
     gate = asyncio.Semaphore(8)
-    async with worker("decode-0", server.url, lane) as other:
+    async with worker("decode-0", server.url, way) as other:
         pool = KVPool.allocate(LAYOUT, blocks=BLOCKS)
         for layer in range(LAYOUT.layers):
             pool.layer(layer).view(np.uint8)[...] = np.random.default_rng(layer).integers(0, 256, dtype=np.uint8)
-        async with Runtime("prefill-0", pool=pool, nats=server.url, lanes=lane) as source:
+        async with Runtime("prefill-0", pool=pool, nats=server.url, lanes=lane, config=config) as source:
 
             async def one(number: int) -> None:
                 tokens = rng.choice([1, 16, rng.randint(1, 40), rng.randint(1, 600)])

@@ -22,6 +22,15 @@ import uvloop
 
 from kvstream import KVLayout, KVPool, KVStreamError, Offer, ReceiveStream, Runtime, RuntimeConfig
 
+WAYS = {
+    "shared": ("shared", RuntimeConfig(stall_timeout=30)),
+    "lent": ("shared", RuntimeConfig(stall_timeout=30, lend_bytes=1)),
+    "get": ("get", RuntimeConfig(stall_timeout=30)),
+    "put": ("put", RuntimeConfig(stall_timeout=30)),
+}
+"""How bytes move: the lane and the configuration for it. "lent" is the shared lane with every block read in place. The
+stall time-out is long: it must not be what finds the dead, a kill has to show at once."""
+
 LAYOUT = KVLayout(layers=8, kv_heads=2, head_dim=64, block_tokens=16, dtype="bfloat16")
 BLOCKS = 512
 
@@ -193,10 +202,10 @@ _context.set_forkserver_preload(["tests.integration.preload"])
 
 
 @contextlib.asynccontextmanager
-async def worker(name: str, url: str, lane: str, config: RuntimeConfig | None = None) -> AsyncIterator[Worker]:
+async def worker(name: str, url: str, way: str) -> AsyncIterator[Worker]:
     """Start a child and wait until it is registered; on exit it is gone, whatever happened."""
     ours, theirs = _context.Pipe()
-    process = _context.Process(target=main, args=(theirs, name, url, lane, config or RuntimeConfig()), daemon=True)
+    process = _context.Process(target=main, args=(theirs, name, url, *WAYS[way]), daemon=True)
     process.start()
     theirs.close()
     it = Worker(process, ours)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import structlog
@@ -43,11 +45,17 @@ def logging_as_it_was() -> Iterator[None]:
 # -- main
 
 
+def load_command(monkeypatch: pytest.MonkeyPatch, run: Callable[[argparse.Namespace], int]) -> None:
+    """Every command is this one."""
+    command = SimpleNamespace(add_arguments=lambda parser: None, run=run)
+    monkeypatch.setattr(main, "_load", lambda name: command)
+
+
 def command_that_raises(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def run(_: argparse.Namespace) -> int:
         raise error
 
-    monkeypatch.setattr(main, "_load", lambda name: main._Command(lambda parser: None, run))
+    load_command(monkeypatch, run)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +106,7 @@ def test_logging_options_before_and_after_the_command(
 ) -> None:
     seen: list[tuple[str, str]] = []
     monkeypatch.setattr("kvstream.cli.logs.configure_logging", lambda *args: seen.append(args))
-    monkeypatch.setattr(main, "_load", lambda name: main._Command(lambda parser: None, lambda args: 7))
+    load_command(monkeypatch, lambda args: 7)
     assert main.main(argv) == 7
     assert seen == [(level, style)]
 
@@ -140,6 +148,20 @@ def test_a_loop_without_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- logging
+
+
+def test_an_interrupt_before_the_loop_runs_leaves_no_coroutine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*, loop_factory: object) -> None:
+        raise KeyboardInterrupt
+
+    async def never() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(asyncio, "Runner", interrupted)
+    coroutine = never()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_loop(coroutine)
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
 
 
 def test_json_logging_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,11 +12,12 @@ from kvstream.discovery.credentials import (
     NatsTarget,
     check_target,
     redact,
+    refresh_target,
     resolve_target,
     target_from_environment,
 )
 from kvstream.discovery.server_file import claim_server
-from kvstream.errors import ConfigError
+from kvstream.errors import BrokerUnavailable, ConfigError
 
 
 def context(home: Path, name: str, **values: str) -> dict[str, str]:
@@ -87,15 +89,27 @@ def test_plaintext_to_this_host_is_fine(host: str) -> None:
     check_target(NatsTarget(urls=(f"nats://{host}:4222",), source="the test"), allow_plaintext=False)
 
 
-@pytest.mark.parametrize("url", ["http://localhost", "ws://localhost:1", "nats://", "nats://localhost:99999"])
+@pytest.mark.parametrize(
+    "url",
+    ["http://localhost", "ws://localhost:1", "nats://", "nats://localhost:99999", "nats://u:secret@[::1", "nats://[x]"],
+)
 def test_urls_are_checked(url: str) -> None:
-    with pytest.raises(ConfigError, match="nats: "):
+    with pytest.raises(ConfigError, match="nats: ") as caught:
         check_target(NatsTarget(urls=(url,), source="the test"), allow_plaintext=True)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", [5, b"nats://localhost", ["nats://localhost"], True, object()])
+async def test_a_url_of_the_wrong_type_is_a_clear_error(url: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"nats: .*nats://HOST:PORT.* not {type(url).__name__}"):
+        await resolve_target(url, environ={})
 
 
 def test_files_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nats\.creds: .*missing"):
         check_target(NatsTarget(urls=("nats://localhost",), source="s", creds=str(tmp_path / "missing")), False)
+    with pytest.raises(ConfigError, match=r"nats\.nkey"):
+        check_target(NatsTarget(urls=("nats://localhost",), source="s", nkey="a\0b"), False)
     (tmp_path / "cert").touch()
     with pytest.raises(ConfigError, match=r"nats\.cert"):
         check_target(NatsTarget(urls=("nats://localhost",), source="s", cert=str(tmp_path / "cert")), False)
@@ -128,3 +142,44 @@ async def test_the_running_server_is_found(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="PLAINTEXT"):
         await resolve_target("nats://10.1.1.1", environ=environ)
     assert await resolve_target("nats://10.1.1.1", environ=environ | {"KVSTREAM_NATS_ALLOW_PLAINTEXT": "1"})
+
+
+# -- the target at a reconnect
+
+
+async def test_a_server_that_came_back_elsewhere_is_found_again(tmp_path: Path) -> None:
+    environ = {"HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
+    async with claim_server(environ=environ) as claim:
+        await claim.announce("127.0.0.1", 4321, "kvstream", "first")
+        target = await resolve_target(None, environ=environ, wait=0)
+        assert await refresh_target(target, environ=environ) == target
+    with pytest.raises(BrokerUnavailable, match="kvstream server"):
+        await refresh_target(target, environ=environ)
+    # Another context that is selected meanwhile is another cluster: a worker does not move there by itself.
+    elsewhere = environ | context(tmp_path, "prod", url="nats://localhost:1") | {"NATS_CONTEXT": "prod"}
+    async with claim_server(environ=environ) as claim:
+        await claim.announce("127.0.0.1", 1234, "kvstream", "second")
+        found = await refresh_target(target, environ=elsewhere)
+    assert (found.urls, found.password) == (("nats://127.0.0.1:1234",), "second")
+
+
+async def test_a_context_is_read_again(tmp_path: Path) -> None:
+    environ = context(tmp_path, "mine", url="nats://localhost:1", user="u", password="old") | {"NATS_CONTEXT": "mine"}
+    target = await resolve_target(None, environ=environ)
+    context(tmp_path, "mine", url="nats://localhost:2", user="u", password="new")
+    # By its name: which one is selected by now does not matter.
+    found = await refresh_target(target, environ=environ | {"NATS_CONTEXT": "other"})
+    assert (found.urls, found.password) == (("nats://localhost:2",), "new")
+    context(tmp_path, "mine", url="nats://10.1.1.1:2")
+    with pytest.raises(ConfigError, match="PLAINTEXT"):
+        await refresh_target(target, environ=environ)
+    (tmp_path / "nats" / "context" / "mine.json").unlink()
+    with pytest.raises(ConfigError, match=r"mine\.json"):
+        await refresh_target(target, environ=environ)
+
+
+async def test_what_was_given_stands(tmp_path: Path) -> None:
+    environ = {"HOME": str(tmp_path), "NATS_URL": "nats://localhost:1", "NATS_USER": "u"}
+    for given in (None, "nats://localhost:2"):
+        target = await resolve_target(given, environ=environ)
+        assert await refresh_target(target, environ={"NATS_URL": "nats://localhost:3"}) == target

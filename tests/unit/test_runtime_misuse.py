@@ -1,0 +1,428 @@
+"""What users and dying peers do to a runtime and should not: each a typed end, in time, with nothing left over."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvstream import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    Fenced,
+    KVLayout,
+    KVPool,
+    KVStreamError,
+    LayoutMismatch,
+    Offer,
+    PeerLost,
+    ReceiveStream,
+    Refused,
+    Runtime,
+    RuntimeConfig,
+)
+from kvstream.transport.inproc import InprocTransport
+from tests.conftest import LAYOUT, Cluster
+from tests.unit.test_runtime import DESTINATION, SOURCE, TOKENS, pair, prefill, settled
+
+
+async def test_streams_that_were_not_entered(cluster: Cluster) -> None:
+    source, destination = await pair(cluster)
+    tx = source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0")
+    rx = destination.receive("r", blocks=DESTINATION, tokens=TOKENS)
+    for call in (tx.done, rx.done, lambda: anext(aiter(rx))):
+        with pytest.raises(ConfigError, match="has not been entered"):
+            await call()
+    for act in (tx.cancel, rx.cancel, lambda: tx.layer_ready(0), lambda: tx.extend([1])):
+        with pytest.raises(ConfigError, match="has not been entered"):
+            act()
+    async with rx:
+        with pytest.raises(ConfigError, match="entered before"):
+            await rx.__aenter__()
+        async with tx:
+            await prefill(tx)
+        with pytest.raises(ConfigError, match="entered before"):
+            await tx.__aenter__()
+
+
+async def test_other_threads_are_told(cluster: Cluster) -> None:
+    source, destination = await pair(cluster)
+    async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
+        async with source.send("r", blocks=SOURCE[:2], tokens=TOKENS, to="decode-0", growing=True) as tx:
+            for act in (tx.cancel, rx.cancel, lambda: tx.extend([7])):
+                with pytest.raises(ConfigError, match="thread"):
+                    await asyncio.to_thread(act)
+            with pytest.raises(ConfigError, match="thread"):
+                await asyncio.to_thread(asyncio.run, destination.receive("s", blocks=[1], tokens=4).__aenter__())
+            with pytest.raises(ConfigError, match="would block the event loop"):
+                rx.wait_layer(0, 1.0)
+            with pytest.raises(ConfigError) as error:
+                await asyncio.to_thread(rx.wait_layer, 4, 1.0)
+            assert error.value.field == "layer"
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("tokens", ["32", None, 1.5, True, 2**40]),
+        ("stream", [None, 5, b"r", ""]),
+        ("to", [5, b"d", [None], [], {}]),
+        ("deadline", ["x", float("nan"), float("inf"), -1, True]),
+        ("priority", ["x", None, 1.5, True, 1001]),
+        ("blocks", [None, 5, "abc", [1.5] * 5, ["1"] * 5, np.arange(5.0)]),
+    ],
+)
+async def test_wrong_types_in_send(cluster: Cluster, field: str, values: list[object]) -> None:
+    source, _ = await pair(cluster)
+    for value in values:
+        arguments: dict[str, object] = {
+            "stream": "r",
+            "blocks": SOURCE,
+            "tokens": TOKENS,
+            "to": "decode-0",
+            field: value,
+        }
+        with pytest.raises(ConfigError) as error:
+            source.send(arguments.pop("stream"), **arguments)  # type: ignore[arg-type]
+        assert error.value.field == field, value
+
+
+@pytest.mark.parametrize("value", [1.5, "x", None, True, -1, TOKENS + 1])
+async def test_wrong_first_token(cluster: Cluster, value: object) -> None:
+    _, destination = await pair(cluster)
+    with pytest.raises(ConfigError) as error:
+        destination.receive("r", blocks=DESTINATION, tokens=TOKENS, first_token=value)  # type: ignore[arg-type]
+    assert error.value.field == "first_token"
+
+
+async def test_numbers_of_numpy_are_numbers(cluster: Cluster) -> None:
+    source, destination = await pair(cluster)
+    async with destination.receive(
+        "r", blocks=np.array(DESTINATION, np.uint64), tokens=np.int32(TOKENS), first_token=np.int64(4)
+    ) as rx:
+        async with source.send(
+            "r", blocks=np.array(SOURCE, np.int16), tokens=np.int64(TOKENS), to="decode-0", priority=np.int8(3)
+        ) as tx:
+            for layer in np.arange(LAYOUT.layers):
+                tx.layer_ready(layer, tokens=(np.int64(0), np.int64(TOKENS)))
+            await tx.done()
+        await rx.done()
+
+
+async def test_wrong_arguments_of_layer_ready(cluster: Cluster) -> None:
+    source, destination = await pair(cluster)
+    async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
+        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            for layer in ("0", None, 1.0, True):
+                with pytest.raises(ConfigError):
+                    tx.layer_ready(layer)  # type: ignore[arg-type]
+            for tokens in (5, (0,), (0, 1, 2), (0, 16.5), (0.0, 16.0)):
+                with pytest.raises(ConfigError):
+                    tx.layer_ready(0, tokens=tokens)  # type: ignore[arg-type]
+            await prefill(tx)
+        await rx.done()
+
+
+async def test_extend_takes_what_send_takes(cluster: Cluster) -> None:
+    source, destination = await pair(cluster)
+    async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
+        async with source.send("r", blocks=[], tokens=TOKENS, to="decode-0", growing=True) as tx:
+            for blocks in (None, "3", 5, [1.5], []):
+                with pytest.raises(ConfigError) as error:
+                    tx.extend(blocks)  # type: ignore[arg-type]
+                assert error.value.field == "blocks"
+            tx.extend(np.array(SOURCE[:2], np.uint64))
+            tx.extend(SOURCE[2:])
+            with pytest.raises(ConfigError):
+                tx.extend([7])
+            await prefill(tx)
+        await rx.done()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", None), ("name", 5), ("roles", "decode"), ("roles", 5), ("roles", {1}), ("lanes", None), ("lanes", 5),
+        ("lanes", "local"), ("shard", 3), ("config", {}), ("pool", None),
+    ],
+)  # fmt: skip
+def test_wrong_types_in_runtime(field: str, value: object) -> None:
+    arguments: dict[str, object] = {"name": "w", "pool": KVPool.allocate(LAYOUT, blocks=4), field: value}
+    with pytest.raises(ConfigError) as error:
+        Runtime(**arguments)  # type: ignore[arg-type]
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("slots", 1.5), ("slots", "8"), ("slots", 0), ("slots", 5000), ("slot_bytes", 2 << 30), ("deadline", "x"),
+        ("deadline", float("inf")), ("connect_timeout", float("nan")), ("max_streams", True), ("lease_ttl", None),
+        ("lease_ttl", 1.5), ("stall_timeout", 0.1),
+    ],
+)  # fmt: skip
+def test_wrong_configuration(field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as error:
+        RuntimeConfig(**{field: value})  # type: ignore[arg-type]
+    assert error.value.field == field
+
+
+def test_wrong_types_in_pools() -> None:
+    for call, field in (
+        (lambda: KVPool.allocate(None, blocks=4), "layout"),  # type: ignore[arg-type]
+        (lambda: KVPool.allocate(LAYOUT, blocks=4, device=None), "device"),  # type: ignore[arg-type]
+        (lambda: KVPool.allocate(LAYOUT, blocks=4, device=0), "device"),  # type: ignore[arg-type]
+        (lambda: KVPool.wrap(LAYOUT, None), "arrays"),  # type: ignore[arg-type]
+        (lambda: KVPool.wrap({}, []), "layout"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ConfigError) as error:
+            call()
+        assert error.value.field == field
+
+
+async def test_an_offer_is_answered_once(cluster: Cluster) -> None:
+    source, destination = await pair(cluster)
+    seen: list[str] = []
+
+    @destination.on_offer
+    async def _(offer: Offer) -> None:
+        with pytest.raises(ConfigError):
+            offer.refuse("busy", retry_after="soon")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError):
+            offer.accept(blocks=[1, 2])
+        assert not offer.answered
+        offer.refuse("busy")
+        for again in (lambda: offer.refuse("again"), lambda: offer.accept(blocks=DESTINATION)):
+            with pytest.raises(ConfigError, match="answered already"):
+                again()
+        seen.append(offer.stream)
+
+    with pytest.raises(Refused, match="busy"):
+        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            await prefill(tx)
+    assert seen == ["r"]
+    with pytest.raises(ConfigError, match="async def"):
+        destination.on_offer(lambda offer: None)  # type: ignore[arg-type,return-value]
+
+
+async def test_a_handler_that_fails_after_it_accepted(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody is there to use the stream: its source must not hear that it is done."""
+    source, destination = await pair(cluster)
+
+    @destination.on_offer
+    async def _(offer: Offer) -> None:
+        offer.accept(blocks=DESTINATION)
+        raise LookupError("after")
+
+    with pytest.raises(Refused, match="LookupError"):
+        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            tx.layer_ready(0)
+            await tx._report()
+    await settled(source, destination)
+    assert "on_offer handler failed" in caplog.text
+
+
+async def test_several_device_events_are_waited_for(cluster: Cluster) -> None:
+    source, destination = await pair(cluster)
+
+    class DeviceEvent:
+        def synchronize(self) -> None:
+            time.sleep(0.002)
+
+    async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
+        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            for layer in range(LAYOUT.layers):
+                tx.layer_ready(layer, event=DeviceEvent())
+            await tx.done()
+        await rx.done()
+
+
+async def test_a_device_event_that_fails_ends_the_stream(cluster: Cluster) -> None:
+    source, destination = await pair(cluster)
+
+    class DeviceEvent:
+        def synchronize(self) -> None:
+            raise OSError("the device fell off")
+
+    async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
+        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            tx.layer_ready(0, event=DeviceEvent())
+            with pytest.raises(KVStreamError, match="the device fell off"):
+                await tx._report()
+            with pytest.raises(KVStreamError):
+                await rx.done()
+
+
+async def test_cancelled_while_leaving_a_receive(cluster: Cluster) -> None:
+    """All layers are there and the source has not said done: a cancelled exit still ends the stream."""
+    source, destination = await pair(cluster)
+
+    async def receive() -> None:
+        async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
+            async for _ in rx:
+                pass
+
+    async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+        receiving = asyncio.create_task(receive())
+        for layer in range(LAYOUT.layers):
+            tx.layer_ready(layer)
+        while not any(
+            isinstance(s, ReceiveStream) and s.layers_arrived == 4 for s in destination._streams._sessions.values()
+        ):
+            await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        receiving.cancel()
+        await asyncio.wait([receiving])
+        assert receiving.cancelled()
+        with pytest.raises(Cancelled):
+            await tx._report()
+    assert not destination._streams._written.any()
+    await settled(source, destination)
+
+
+async def test_closing_is_bounded_whatever_a_handler_does(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    source = await cluster.worker("prefill-0")
+    destination = await cluster.worker("decode-0", config=RuntimeConfig(close_wait=0.05))
+    inside = asyncio.Event()
+    release = asyncio.Event()
+
+    @destination.on_offer
+    async def _(offer: Offer) -> None:
+        inside.set()
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+
+    async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0"):
+        await inside.wait()
+        async with asyncio.timeout(2):
+            await destination.aclose()
+    assert "does not end" in caplog.text
+    release.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_the_deadline_covers_the_search_for_a_destination(cluster: Cluster) -> None:
+    source, _ = await pair(cluster)
+    with pytest.raises(DeadlineExceeded, match="looked for"):
+        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="nobody", deadline=0.05):
+            pass
+
+
+async def test_a_layout_mismatch_reaches_the_one_who_waits(cluster: Cluster) -> None:
+    source = await cluster.worker("prefill-0")
+    other = KVLayout(layers=4, kv_heads=2, head_dim=8, block_tokens=8, dtype="float16")
+    destination = await cluster.worker("decode-0", layout=other)
+    async with destination.receive("r", blocks=[1, 2, 3], tokens=TOKENS) as rx:
+        with pytest.raises(LayoutMismatch):
+            async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+                await prefill(tx)
+        async with asyncio.timeout(2):
+            with pytest.raises(LayoutMismatch, match="block_tokens"):
+                await rx.done()
+
+
+async def test_what_fails_in_dialing_ends_the_stream_and_not_the_peer(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, destination = await pair(cluster)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: None)
+
+    async def broken(*_: object) -> object:
+        raise OSError("no descriptors left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InprocTransport, "dial", broken)
+        with pytest.raises(KVStreamError, match="no descriptors left"):
+            async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+                await prefill(tx)
+    async with destination.receive("s", blocks=DESTINATION, tokens=TOKENS) as rx:
+        async with source.send("s", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            await prefill(tx)
+        await rx.done()
+
+
+async def test_what_fails_in_accepting_reaches_the_dialer(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, destination = await pair(cluster)
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+
+    def broken(*_: object) -> bytes:
+        raise OSError("no memory left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstream.transport.inproc.InprocConnection.accept_lane", broken)
+        async with asyncio.timeout(1):
+            with pytest.raises(KVStreamError, match="no memory left"):
+                async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+                    await prefill(tx)
+    async with destination.receive("s", blocks=DESTINATION, tokens=TOKENS) as rx:
+        async with source.send("s", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            await prefill(tx)
+        await rx.done()
+
+
+async def test_a_replaced_incarnation_gets_no_more_streams(cluster: Cluster) -> None:
+    """A frozen worker's name is taken over; its connections must not catch what is meant for the new one."""
+    source, destination = await pair(cluster)
+    async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
+        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            await prefill(tx)
+        await rx.done()
+    record = msgspec.structs.replace(destination.record, incarnation="f" * 32)
+    source._streams.links.replaced(record.id, record.incarnation)
+    assert not source._streams.links._links
+    async with destination.receive("s", blocks=DESTINATION, tokens=TOKENS) as rx:
+        async with source.send("s", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            await prefill(tx)
+        await rx.done()
+
+
+async def test_a_fenced_runtime_says_so_and_lets_go(cluster: Cluster) -> None:
+    config = RuntimeConfig(end_wait=0.01)
+    source = await cluster.worker("prefill-0", config=config)
+    destination = await cluster.worker("decode-0", config=config)
+    async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
+        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            tx.layer_ready(0)
+            await rx._until(0)
+            destination._on_fenced(Fenced("decode-0/0 is held by another living worker"))
+            with pytest.raises(Fenced):
+                await rx.done()
+            with pytest.raises((Fenced, PeerLost)):
+                await tx._report()
+    with pytest.raises(Fenced):
+        async with destination.receive("s", blocks=DESTINATION, tokens=TOKENS):
+            pass
+    async with asyncio.timeout(2):
+        while destination._streams.links._links:
+            await asyncio.sleep(0.005)
+
+
+async def test_many_threads_report_layers_of_many_streams(cluster: Cluster) -> None:
+    source, destination = await pair(cluster)
+    start = threading.Barrier(3)
+
+    async def one(name: str, mine: list[int], theirs: list[int]) -> None:
+        async with destination.receive(name, blocks=theirs, tokens=4) as rx:
+            async with source.send(name, blocks=mine, tokens=4, to="decode-0") as tx:
+
+                def engine() -> None:
+                    start.wait(5)
+                    for layer in range(LAYOUT.layers):
+                        tx.layer_ready(layer)
+
+                await asyncio.to_thread(engine)
+                await tx.done()
+            await rx.done()
+
+    await asyncio.gather(*(one(f"r{n}", [n], [n + 10]) for n in range(3)))
