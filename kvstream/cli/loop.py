@@ -22,5 +22,9 @@ def run_loop(main: Coroutine[Any, Any, _T]) -> _T:
         factory = None
     else:
         factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(main)
+    try:
+        with asyncio.Runner(loop_factory=factory) as runner:
+            return runner.run(main)
+    finally:
+        # An interrupt may come before it has begun; Python warns of a coroutine that was neither run nor closed.
+        main.close()

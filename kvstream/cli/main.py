@@ -1,7 +1,8 @@
 """Entry point of the command line: which subcommand, how it logs, and how its errors end the process.
 
 A KVStreamError is one line on stderr and an exit code, never a traceback: 2 where the caller's input is wrong
-(ConfigError, and argparse's own), 1 for anything else. A subcommand's module is imported only when it is asked for.
+(ConfigError, and argparse's own), 1 for anything else. A subcommand's module is imported only when it is asked for,
+and within `main`: an interrupt is quiet from there on, so this module itself must import little.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
-
-import msgspec
+from collections.abc import Sequence
+from typing import Protocol
 
 from kvstream import __version__
 from kvstream.errors import ConfigError, KVStreamError
@@ -28,9 +28,12 @@ _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
 
-class _Command(msgspec.Struct, frozen=True):
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
+class _Command(Protocol):
+    """The module of a subcommand."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int: ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except ImportError as error:
+        # An extension module that is interrupted while it is imported (numpy's) says so in this way.
+        if _is_interrupt(error):
+            return _INTERRUPTED
+        raise
     except BrokenPipeError:
         # Whoever read our output has gone. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -87,18 +95,18 @@ def _load(name: str) -> _Command:
     if name == "demo":
         from kvstream.cli import demo
 
-        return _Command(demo.add_arguments, demo.run)
+        return demo
     if name == "server":
         from kvstream.cli import server
 
-        return _Command(server.add_arguments, server.run)
+        return server
     if name == "workers":
         from kvstream.cli import workers
 
-        return _Command(workers.add_arguments, workers.run)
+        return workers
     from kvstream.cli import doctor
 
-    return _Command(doctor.add_arguments, doctor.run)
+    return doctor
 
 
 def _add_logging(parser: argparse.ArgumentParser, default: str | None) -> None:
@@ -112,6 +120,14 @@ def _report(error: KVStreamError) -> int:
     # One line, whatever the message holds (a server's log, for example). A ConfigError's text begins with its field.
     print("kvstream:", " ".join(str(error).split()), file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether an interrupt is what it comes from."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, KeyboardInterrupt):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
 
 
 def _leaves(group: ExceptionGroup[KVStreamError]) -> list[KVStreamError]:

@@ -7,6 +7,7 @@ in the registry is another process's.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 from collections.abc import Sequence
 
@@ -15,11 +16,15 @@ import msgspec
 from kvstream.cli.loop import run_loop
 from kvstream.discovery import NatsBroker, Registry, WorkerRecord, resolve_target
 from kvstream.discovery.records import State
+from kvstream.errors import BrokerUnavailable
 
 __all__ = ["add_arguments", "run"]
 
-_SERVER_WAIT = 1.0
-"""Seconds to wait for this user's server: it starts in less, and somebody is watching."""
+_SERVER_WAIT = 0.5
+"""Seconds to wait for this user's server: it starts in about that time, and somebody is watching."""
+_CONNECT_SECONDS = 0.8
+_SECONDS = 1.2
+"""Bound on all of it: with the start of the interpreter, an answer or an error within two seconds."""
 
 
 class _Worker(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,12 +61,16 @@ def run(args: argparse.Namespace) -> int:
 
 async def _fetch(nats: str | None) -> list[_Worker]:
     rng = random.Random()
-    broker = await NatsBroker.connect(await resolve_target(nats, wait=_SERVER_WAIT), rng=rng, name="kvstream workers")
     try:
-        async with Registry(broker, rng=rng) as registry:
-            return [_describe(record) for record in registry.workers()]
-    finally:
-        await broker.aclose()
+        async with asyncio.timeout(_SECONDS):
+            target = await resolve_target(nats, wait=_SERVER_WAIT)
+            async with await NatsBroker.connect(
+                target, rng=rng, name="kvstream workers", connect_timeout=_CONNECT_SECONDS
+            ) as broker:
+                async with Registry(broker, rng=rng) as registry:
+                    return [_describe(record) for record in registry.workers()]
+    except TimeoutError:
+        raise BrokerUnavailable(f"no answer from NATS within {_SECONDS:g} s; `kvstream doctor` tells more") from None
 
 
 def _describe(record: WorkerRecord) -> _Worker:

@@ -65,8 +65,8 @@ class NatsTarget(msgspec.Struct, frozen=True, kw_only=True):
         if self.origin == "server":
             return "start `kvstream server` again, or set KVSTREAM_NATS_URL to another NATS server"
         return (
-            f"check the address in {self.source} and that a NATS server runs there; or start `kvstream server`, which is "
-            "used where no address is set"
+            f"check the address in {self.source} and that a NATS server runs there; or start `kvstream server`, which "
+            "is used where no address is set"
         )
 
     def __repr__(self) -> str:
@@ -130,7 +130,7 @@ async def resolve_target(
 async def refresh_target(target: NatsTarget, *, environ: Mapping[str, str] | None = None) -> NatsTarget:
     """The target as its origin has it now: at another address, or with other credentials, after a restart.
 
-    What was given by URL and variables stands. Raises ConfigError, or BrokerUnavailable where `kvstream server` is gone.
+    What was given by URL and variables stands. Raises ConfigError, or BrokerUnavailable while no `kvstream server` runs.
     """
     return await asyncio.to_thread(_refresh, target, os.environ if environ is None else environ)
 

@@ -41,7 +41,7 @@ from kvstream.discovery.broker import (
     Synced,
     check_lease,
 )
-from kvstream.discovery.credentials import NatsTarget
+from kvstream.discovery.credentials import NatsTarget, refresh_target
 from kvstream.errors import BrokerUnavailable, ConfigError, KVStreamError, PeerLost, Refused, from_code
 from kvstream.log import get_logger
 
@@ -56,6 +56,8 @@ _log = get_logger("discovery")
 
 _T = TypeVar("_T")
 Storage = Literal["memory", "file"]
+Refresh = Callable[[NatsTarget], Awaitable[NatsTarget]]
+"""Looks a target up again, before each reconnect. ConfigError and BrokerUnavailable mean: try later."""
 
 PAGE = 500
 """Leases asked for in one direct get."""
@@ -63,6 +65,8 @@ RESYNC_SECONDS = 30.0
 """Republished messages come at most once, so even an undisturbed watch compares afresh this often."""
 RECONNECT_SECONDS = 1.0
 """Longest pause between two tries to reconnect: well below a worker's lease, so that all are back within one."""
+LEAVE_SECONDS = 0.25
+"""How long the end of a service waits for its subscription to be taken back: the end of the connection does it too."""
 MARKER_SECONDS = 2
 """How long the table remembers that a key expired; long enough for a watcher that is behind."""
 
@@ -215,7 +219,9 @@ class _Link:
             raise ConfigError("nats.creds", "NATS key files need the nkeys package: pip install nkeys") from error
         if "authorization" in low or "authentication" in low or isinstance(error, nats.errors.AuthorizationError):
             raise ConfigError(
-                "nats", f"{target.display} refuses the credentials of {target.source} ({text})"
+                "nats",
+                f"{target.display} refuses the credentials of {target.source} ({text}); correct them there (user and "
+                "password, token, key or creds file), or ask who runs that server",
             ) from error
         if isinstance(error, nats.errors.SecureConnWantedError):
             raise ConfigError(
@@ -229,7 +235,9 @@ class _Link:
             text = f"no answer within {timeout:g} s"
         if isinstance(error, nats.errors.NoServersError) and self._last_error:
             text = self._last_error
-        raise BrokerUnavailable(f"NATS at {target.display} (from {target.source}) can't be reached: {text}") from error
+        raise BrokerUnavailable(
+            f"NATS at {target.display} (from {target.source}) can't be reached: {text}; {target.remedy}"
+        ) from error
 
     async def publish(
         self, subject: str, data: bytes, *, reply: str = "", headers: dict[str, str] | None = None
@@ -372,10 +380,16 @@ class _NatsService(Service):
     async def aclose(self) -> None:
         self._broker.forget_service(self)
         link, self._link = self._link, None
-        if self._subscription is not None and link is not None and not link.lost.done():
-            with suppress(nats.errors.Error, OSError):
-                await self._subscription.unsubscribe()
-        await self._responder.aclose()
+        try:
+            if self._subscription is not None and link is not None and not link.lost.done():
+                # TimeoutError is an OSError: a server that takes nothing any more is not waited for.
+                with suppress(nats.errors.Error, OSError):
+                    async with asyncio.timeout(LEAVE_SECONDS):
+                        await self._subscription.unsubscribe()
+                        # The server works in order: when it has answered this, later requests find nobody.
+                        await link.answers(self._broker.probe_subject, LEAVE_SECONDS)
+        finally:
+            await self._responder.aclose()
 
 
 class _Watch:
@@ -489,7 +503,7 @@ class NatsBroker(Broker):
 
     `storage` and `replicas` are used when the bucket does not exist yet; an existing one is taken as it is if it can
     serve. `timeout` (seconds) bounds each operation; a server that is silent for about `probe` + `timeout` seconds
-    counts as lost. `rng` spreads reconnects of many workers.
+    counts as lost. `rng` spreads reconnects of many workers. `refresh` finds the server again where it moved.
     """
 
     def __init__(
@@ -497,6 +511,7 @@ class NatsBroker(Broker):
         target: NatsTarget,
         *,
         rng: Random,
+        refresh: Refresh = refresh_target,
         bucket: str = "kvstream",
         storage: Storage = "memory",
         replicas: int = 1,
@@ -510,6 +525,7 @@ class NatsBroker(Broker):
         if "." in bucket:
             raise ConfigError("bucket", f"{bucket!r}: no dots")
         self._target = target
+        self._refresh = refresh
         self._rng = rng
         self._bucket = bucket
         self._storage: Storage = storage
@@ -603,7 +619,7 @@ class NatsBroker(Broker):
                 with suppress(BrokerUnavailable):
                     await service.attach(link)
                 # The server works in order: when it has answered this, it has taken the subscription.
-                await link.answers(self._probe_subject, self.timeout)
+                await link.answers(self.probe_subject, self.timeout)
         except BaseException:
             await service.aclose()
             raise
@@ -617,15 +633,23 @@ class NatsBroker(Broker):
             await asyncio.wait({supervisor})
         for watch in self._watches:
             watch.view.close()
-        for service in list(self._services):
-            await service.aclose()
         link, self._link = self._link, None
         self._up.clear()
-        if link is not None:
-            await link.abandon()
-        self._set_connected(False)
+        try:
+            # Ends every subscription at once, so the services have nothing left to take back, and nothing to wait for.
+            if link is not None:
+                await link.abandon()
+        finally:
+            for service in list(self._services):
+                await service.aclose()
+            self._set_connected(False)
 
     # -- for the parts of this module
+
+    @property
+    def probe_subject(self) -> str:
+        """Answered by the bucket itself, or by the server when there is none. A worker needs the right to it anyway."""
+        return f"$JS.API.DIRECT.GET.{self._stream}.{self._prefix}w.none"
 
     def jitter(self, low: float, high: float) -> float:
         return self._rng.uniform(low, high)
@@ -679,16 +703,13 @@ class NatsBroker(Broker):
 
     # -- connection
 
-    @property
-    def _probe_subject(self) -> str:
-        # Answered by the bucket itself, or by the server when there is none. A worker needs the right to it anyway.
-        return f"$JS.API.DIRECT.GET.{self._stream}.{self._prefix}w.none"
-
     def _require(self) -> _Link:
         if self._closed:
             raise BrokerUnavailable("this broker has been closed")
         if self._link is None:
-            raise BrokerUnavailable(f"the connection to NATS at {self._target.display} is down")
+            raise BrokerUnavailable(
+                f"the connection to NATS at {self._target.display} is down; it is made again when the server is back"
+            )
         return self._link
 
     async def _open(self) -> _Link:
@@ -699,7 +720,9 @@ class NatsBroker(Broker):
                 await self.make_bucket(link)
         except TimeoutError:
             await link.abandon()
-            raise BrokerUnavailable(f"NATS at {self._target.display}: JetStream does not answer") from None
+            raise BrokerUnavailable(
+                f"NATS at {self._target.display}: JetStream does not answer; look at that server's log"
+            ) from None
         except BaseException:
             await link.abandon()
             raise
@@ -739,19 +762,37 @@ class NatsBroker(Broker):
             done, _ = await asyncio.wait({link.lost}, timeout=self._probe)
             if done:
                 return link.lost.result()
-            if link.heard == heard and not await link.answers(self._probe_subject, self.timeout):
+            if link.heard == heard and not await link.answers(self.probe_subject, self.timeout):
                 return link.lost.result() if link.lost.done() else "the server does not answer"
 
     async def _reopen(self) -> _Link:
         pause = 0.05
+        told = ""
         while True:
             # The first try comes quickly: most losses are a restart. Full jitter spreads a fleet's.
             await asyncio.sleep(self.jitter(0.0, pause))
             pause = min(pause * 2, RECONNECT_SECONDS)
             try:
+                self._target = await self._find_again()
                 return await self._open()
             except (BrokerUnavailable, ConfigError) as error:
-                _log.info("nats: still down", error=str(error))
+                text = str(error)
+                if text == told:
+                    continue
+                told = text
+                # Time mends what can't be reached; refused credentials or a spoilt file are somebody's to mend.
+                if isinstance(error, ConfigError):
+                    _log.warning("nats: the server can't be used, trying again", error=text)
+                else:
+                    _log.info("nats: still down", error=text)
+
+    async def _find_again(self) -> NatsTarget:
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                return await self._refresh(self._target)
+        except TimeoutError:
+            source, seconds = self._target.source, self._connect_timeout
+            raise BrokerUnavailable(f"{source} can't be read within {seconds:g} s") from None
 
     # -- lease table
 

@@ -48,6 +48,8 @@ PROBE_SPREAD = 0.1
 """Watchers wait up to this long before they probe: a living worker whose lease ran out while the broker was frozen
 puts it back at once, and a fleet must not probe a fleet."""
 PROBES_AT_A_TIME = 16
+GIVE_UP_SECONDS = 1.0
+"""How long leaving waits for the broker to take our lease back: it runs out by itself too."""
 SUSPECT_LEASES = 3
 """A worker that answers but does not return to the table is given up after so many leases."""
 
@@ -206,6 +208,8 @@ class Registry:
     def __init__(
         self, broker: Broker, *, rng: Random, ttl: float = 3.0, clock: Callable[[], float] | None = None
     ) -> None:
+        if not isinstance(ttl, int | float):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need not be typed
+            raise ConfigError("ttl", f"must be seconds, not {type(ttl).__name__}")
         if not 0.3 <= ttl <= 3600:
             raise ConfigError("ttl", f"{ttl} s; must be between 0.3 s and an hour")
         self._broker = broker
@@ -280,6 +284,11 @@ class Registry:
     ) -> None:
         await self.aclose()
 
+    @property
+    def connected(self) -> bool:
+        """The broker's `connected`. While it is False, `workers` is what was known last, and newcomers are not seen."""
+        return self._broker.connected
+
     # -- who is there
 
     def workers(self) -> list[WorkerRecord]:
@@ -305,7 +314,10 @@ class Registry:
                 return record
         except TimeoutError:
             known = ", ".join(record.id for record in self.workers()[:20]) or "nobody"
-            raise UnknownWorker("to", f"{worker!r} is not registered (waited {timeout:g} s); known: {known}") from None
+            cut_off = "" if self.connected else "; NATS can't be reached right now, so newcomers are not seen"
+            raise UnknownWorker(
+                "to", f"{worker!r} is not registered (waited {timeout:g} s); known: {known}{cut_off}"
+            ) from None
 
     def watch(self) -> Changes:
         """Follow the workers: `async with registry.watch() as changes: async for change in changes`."""
@@ -384,7 +396,8 @@ class Registry:
             raise own.ended
 
     async def unregister(self) -> None:
-        """Give the name back. Others see us leave at once; without a broker when our lease ends. Idempotent."""
+        """Give the name back. Others see us leave at once; without a broker, or with one that does not answer within a
+        second, when our lease ends. Idempotent."""
         own, self._own = self._own, None
         if own is None:
             return
@@ -393,8 +406,9 @@ class Registry:
                 own.task.cancel()
                 await asyncio.wait({own.task})
             if own.ended is None:
-                with suppress(BrokerUnavailable):
-                    await self._give_up(own)
+                with suppress(BrokerUnavailable, TimeoutError):
+                    async with asyncio.timeout(GIVE_UP_SECONDS):
+                        await self._give_up(own)
         finally:
             self._release_waiters(own)
             if own.service is not None:

@@ -65,11 +65,14 @@ class EmbeddedServer:
     """
 
     def __init__(self, *, port: int = 0, host: str = "127.0.0.1", environ: Mapping[str, str] | None = None) -> None:
+        if type(port) is not int or not 0 <= port <= 65535:
+            raise ConfigError("port", f"{port!r} is no port; use 0 (any free one) to 65535")
         self.host = host
         self.port = port
         self.user = "kvstream"
         self.password = secrets.token_hex(16)
         self._environ = environ
+        self._entered = False
         self._directory: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._log: deque[str] = deque(maxlen=30)
@@ -77,7 +80,8 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """The server's URL with its credentials: a secret, do not log it."""
+        """The server's URL with its credentials: a secret, do not log it. Raises ConfigError outside the context."""
+        self._check_entered()
         return f"nats://{self.user}:{self.password}@{self.host}:{self.port}"
 
     @property
@@ -94,6 +98,9 @@ class EmbeddedServer:
         return f"EmbeddedServer({self.host}:{self.port}, pid={self.pid})"
 
     async def __aenter__(self) -> Self:
+        if self._entered:
+            raise ConfigError("server", f"{self!r} has been entered already; make another one for a second server")
+        self._entered = True
         try:
             binary = await asyncio.to_thread(find_binary)
             self._directory = await asyncio.to_thread(_make_directory, self._environ)
@@ -110,11 +117,13 @@ class EmbeddedServer:
 
     async def restart(self) -> None:
         """Stop and start again on the same port, with the same storage."""
+        self._check_entered()
         await self._stop()
         await self._start(await asyncio.to_thread(find_binary))
 
     async def start(self) -> None:
         """Start again after `kill` or `stop`."""
+        self._check_entered()
         if self._process is None:
             await self._start(await asyncio.to_thread(find_binary))
 
@@ -224,6 +233,11 @@ class EmbeddedServer:
             directory, self._directory = self._directory, None
             if directory is not None:
                 await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            self._entered = False
+
+    def _check_entered(self) -> None:
+        if not self._entered:
+            raise ConfigError("server", f"{self!r} does not run; use `async with EmbeddedServer() as server`")
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:

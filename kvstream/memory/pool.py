@@ -168,6 +168,12 @@ class KVPool:
         if nbytes:
             memory.scatter(ids, data.reshape(ids.size, -1))
 
+    @property
+    def run_bytes(self) -> int:
+        """The shortest run of host memory that any layer's blocks are made of (see `addresses`); 0 where a layer's
+        blocks are not made of equal runs."""
+        return min((layer.spans.nbytes if layer.spans is not None else 0) for layer in self._layers)
+
     def addresses(
         self, layer: int, block_ids: npt.NDArray[np.integer[Any]]
     ) -> tuple[npt.NDArray[np.uint64], int] | None:

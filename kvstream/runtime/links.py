@@ -75,10 +75,12 @@ class Links:
         seams: Seams,
         lanes: tuple[Lane, ...],
         on_mismatch: Callable[[Sequence[str], KVStreamError], None],
+        chunk_blocks: Callable[[Connection], int],
     ) -> None:
         self.address: ListenAddress | None = None
         """Where this runtime listens; set once it does."""
         self._on_mismatch = on_mismatch
+        self._chunk_blocks = chunk_blocks
         self._identity = identity
         self._transport = transport
         self._directory = directory
@@ -162,7 +164,7 @@ class Links:
         except KVStreamError as failure:
             error = failure
         else:
-            slot_blocks = link.connection.slot_bytes // self._identity.layout.block_bytes
+            slot_blocks = self._chunk_blocks(link.connection)
             self._driver.core.link_up(now(), link.id, peer, outgoing=True, slots=slots, slot_blocks=slot_blocks)
             self._driver.pump()
             return
@@ -299,7 +301,7 @@ class Links:
         lane = connection.lane or ""
         self._send(link, [wire.Welcome(version, mine.worker, mine.incarnation, proof, lane, answer)])
         self._log.info("accepted", peer=link.peer, lane=lane)
-        slot_blocks = connection.slot_bytes // mine.layout.block_bytes
+        slot_blocks = self._chunk_blocks(connection)
         self._driver.core.link_up(
             self._driver.now(), link.id, link.peer, outgoing=False, slots=connection.slots, slot_blocks=slot_blocks
         )

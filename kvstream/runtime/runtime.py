@@ -130,7 +130,15 @@ class Runtime:
             transport = _ucx_transport(self._data_interface, self._lanes, StagingBudget(config.staging_limit))
             stack.push_async_callback(transport.aclose)
         links = Links(
-            identity, transport, registry, streams.driver, config, self._seams, self._lanes, streams.fail_waiting
+            identity,
+            transport,
+            registry,
+            streams.driver,
+            config,
+            self._seams,
+            self._lanes,
+            on_mismatch=streams.fail_waiting,
+            chunk_blocks=streams.chunk_blocks,
         )
         streams.links = links
         stack.push_async_callback(links.close)

@@ -51,6 +51,7 @@ class Streams:
         self._sessions: dict[int, SendStream | ReceiveStream] = {}
         self._written = np.zeros(pool.blocks, bool)
         """Blocks that a live inbound stream may write: two streams never share one."""
+        self._lends = pool.run_bytes >= config.lend_bytes
         self._handler: OfferHandler | None = None
         self._offer_tasks: dict[int, asyncio.Task[None]] = {}
         self._on_load_changed: Callable[[], None] | None = None
@@ -220,6 +221,13 @@ class Streams:
     def drop(self, link: int, error: KVStreamError) -> None:
         self.links.drop(link, error)
 
+    def chunk_blocks(self, connection: Connection) -> int:
+        """How many blocks of one layer make a chunk on this connection, as its source."""
+        size = connection.slot_bytes
+        if connection.lends and self._lends:
+            size = max(size, min(self.config.lend_chunk, connection.slot_bytes // 8 * self.pool.run_bytes))
+        return max(1, size // self.pool.layout.block_bytes)
+
     def stage(self, command: Stage) -> None:
         now = self.driver.now()
         session = self._sessions.get(command.stream)
@@ -247,10 +255,10 @@ class Streams:
 
     def _lend(self, session: SendStream | ReceiveStream, connection: Connection, command: Stage, ids: BlockIds) -> bool:
         """Let the peer read the blocks where they are, if it can and they are large enough for that to pay."""
-        if not connection.lends or not isinstance(session, SendStream):
+        if not connection.lends or not self._lends or not isinstance(session, SendStream):
             return False
         found = self.pool.addresses(command.layer, ids)
-        if found is None or found[1] < self.config.lend_bytes:
+        if found is None:
             return False
         lent = Lent(*found)
         generation = connection.lend(command.slot, lent)

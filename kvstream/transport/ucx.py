@@ -406,8 +406,8 @@ class UcxConnection(Connection):
     def lend(self, slot: int, lent: Lent) -> int:
         own = self._own_slot(slot)
         table = lent.addresses.view(np.uint8)
-        if not self.lends or lent.nbytes > self.slot_bytes or table.nbytes > self.slot_bytes:
-            raise ValueError(f"lending {lent.nbytes} bytes by a slot of {self.slot_bytes} (lends: {self.lends})")
+        if not self.lends or table.nbytes > self.slot_bytes:
+            raise ValueError(f"lending {table.nbytes // 8} runs by a slot of {self.slot_bytes} (lends: {self.lends})")
         own.clear(slot)
         own.data(slot, table.nbytes)[...] = table
         self._generation += 1
@@ -449,7 +449,11 @@ class UcxConnection(Connection):
         future: asyncio.Future[ByteView | Lent] = self._loop.create_future()
         if self._mailbox.error is not None:
             _fail_quietly(future, PeerLost(str(self._mailbox.error)))
-        elif self.dialed or not (0 <= slot < self.slots and 0 <= nbytes <= self.slot_bytes):
+        elif self.dialed or not 0 <= slot < self.slots:
+            future.set_exception(ProtocolError(f"{self.peer_address}: slot {slot} of {self.slots}"))
+        elif self._peer_memory is not None and self._seen is not None and (run := self._seen.lent_run(slot)):
+            self._finish_loan(future, self._seen, slot, generation, nbytes, run)
+        elif not 0 <= nbytes <= self.slot_bytes:
             future.set_exception(ProtocolError(f"{self.peer_address}: slot {slot} with {nbytes} bytes is out of range"))
         elif self.lane == "get":
             self._get(future, slot, generation, nbytes)
@@ -490,27 +494,29 @@ class UcxConnection(Connection):
         self, future: asyncio.Future[ByteView | Lent], source: Slots | None, slot: int, generation: int, nbytes: int
     ) -> None:
         if source is None or generation <= 0 or not source.holds(slot, generation):
-            future.set_exception(
-                Corrupted(f"{self.peer_address}: slot {slot} does not hold generation {generation} (any more)")
-            )
-            return
-        run = source.lent_run(slot) if self._peer_memory is not None else 0
-        if run:
-            self._finish_loan(future, source, slot, nbytes, run)
+            future.set_exception(_stale(self.peer_address, slot, generation))
             return
         view = source.data(slot, nbytes)
         view.flags.writeable = False
         future.set_result(view)
 
     def _finish_loan(
-        self, future: asyncio.Future[ByteView | Lent], source: Slots, slot: int, nbytes: int, run: int
+        self,
+        future: asyncio.Future[ByteView | Lent],
+        source: Slots,
+        slot: int,
+        generation: int,
+        nbytes: int,
+        run: int,
     ) -> None:
         count = nbytes // run
-        if count * run != nbytes or 8 * count > self.slot_bytes:
+        if generation <= 0 or not source.holds(slot, generation):
+            future.set_exception(_stale(self.peer_address, slot, generation))
+        elif count * run != nbytes or not 0 <= 8 * count <= self.slot_bytes:
             future.set_exception(ProtocolError(f"{self.peer_address}: {nbytes} bytes lent in runs of {run}"))
-            return
-        # A copy: the slot is the peer's memory.
-        future.set_result(Lent(source.data(slot, 8 * count).view(np.uint64).copy(), run))
+        else:
+            # A copy: the slot is the peer's memory.
+            future.set_result(Lent(source.data(slot, 8 * count).view(np.uint64).copy(), run))
 
     def check(self, slot: int, generation: int) -> bool:
         source = self._own if self.lane == "get" else self._seen
@@ -737,6 +743,10 @@ class UcxTransport(Transport):
         if self._closed or self._on_connection is None:
             return  # aclose fences it
         self._on_connection(connection)
+
+
+def _stale(peer: str, slot: int, generation: int) -> Corrupted:
+    return Corrupted(f"{peer}: slot {slot} does not hold generation {generation} (any more)")
 
 
 class _LaneImpossible(Exception):

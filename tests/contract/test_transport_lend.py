@@ -113,8 +113,8 @@ async def test_what_is_lent_ends_with_the_connection(shared: Harness) -> None:
 
 async def test_loans_that_make_no_sense(shared: Harness) -> None:
     pair = await shared.connect()
-    source = pattern(1, SLOT_BYTES + 8)
-    too_large = Lent(np.array([source.ctypes.data], np.uint64), SLOT_BYTES + 1)
+    source = pattern(1, 256)
+    too_large = Lent(np.full(SLOT_BYTES // 8 + 1, source.ctypes.data, np.uint64), 1)
     with pytest.raises(ValueError, match="lending"):
         pair.source.connection.lend(0, too_large)
     with pytest.raises(ValueError, match="slot"):

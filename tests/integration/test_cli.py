@@ -511,7 +511,13 @@ def test_an_interrupt_while_a_command_is_imported_is_quiet(
 ) -> None:
     code = INTERRUPTED_IMPORT.format(module=module, action=action, argv=argv)
     result = subprocess.run(
-        [sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS
+        [sys.executable, "-c", code],
+        env=environ,
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=SECONDS,
     )
     assert result.stderr == ""
     assert result.returncode == 130

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from functools import partial
 from pathlib import Path
 
 from blockbuster import blockbuster_ctx
 
 from kvstream.discovery import DataAddress, NatsBroker, Registry, WorkerRecord, resolve_target, shared_server
+
+from kvstream.discovery.credentials import refresh_target
 
 
 async def test_nothing_blocks_the_loop(tmp_path: Path) -> None:
@@ -26,7 +29,8 @@ async def test_nothing_blocks_the_loop(tmp_path: Path) -> None:
         # The server's own process is started and stopped outside: subprocess spawns block by nature.
         with blockbuster_ctx(scanned_modules=["kvstream"]):
             target = await resolve_target(None, environ=environ)
-            async with await NatsBroker.connect(target, rng=random.Random(1)) as broker:
+            refresh = partial(refresh_target, environ=environ)
+            async with await NatsBroker.connect(target, rng=random.Random(1), refresh=refresh) as broker:
                 async with Registry(broker, rng=random.Random(2), ttl=1.0) as registry:
                     await registry.register(record)
                     await registry.wait_for("a", 5)
