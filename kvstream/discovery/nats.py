@@ -66,7 +66,7 @@ RESYNC_SECONDS = 30.0
 RECONNECT_SECONDS = 1.0
 """Longest pause between two tries to reconnect: well below a worker's lease, so that all are back within one."""
 LEAVE_SECONDS = 0.25
-"""How long the end of a service waits for its subscription to be taken back: the end of the connection does it too."""
+"""How long the end of a service waits until the server knows, and the end of a connection until all is written."""
 MARKER_SECONDS = 2
 """How long the table remembers that a key expired; long enough for a watcher that is behind."""
 
@@ -306,7 +306,7 @@ class _Link:
         self._lose("closed here")
         try:
             with suppress(OSError, nats.errors.Error):
-                async with asyncio.timeout(0.5):
+                async with asyncio.timeout(LEAVE_SECONDS):
                     await self._client.close()
         finally:
             self._client.abort()
@@ -384,10 +384,12 @@ class _NatsService(Service):
             if self._subscription is not None and link is not None and not link.lost.done():
                 # TimeoutError is an OSError: a server that takes nothing any more is not waited for.
                 with suppress(nats.errors.Error, OSError):
-                    async with asyncio.timeout(LEAVE_SECONDS):
+                    async with asyncio.timeout(LEAVE_SECONDS) as bound:
                         await self._subscription.unsubscribe()
-                        # The server works in order: when it has answered this, later requests find nobody.
-                        await link.answers(self._broker.probe_subject, LEAVE_SECONDS)
+                        # nats-py hides a cancellation while its buffer is full, so the bound may have passed already.
+                        if not bound.expired():
+                            # The server works in order: when it has answered this, later requests find nobody.
+                            await link.answers(self._broker.probe_subject, LEAVE_SECONDS)
         finally:
             await self._responder.aclose()
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from blockbuster import blockbuster_ctx
 
 from kvstream.discovery import DataAddress, NatsBroker, Registry, WorkerRecord, resolve_target, shared_server
-
 from kvstream.discovery.credentials import refresh_target
 
 

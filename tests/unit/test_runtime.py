@@ -785,3 +785,13 @@ async def test_protocol_error_from_a_known_peer_ends_its_streams(cluster: Cluste
                 await rx.done()
             with pytest.raises(PeerLost):
                 await tx._report()
+
+
+async def test_a_loopback_listener_of_another_host_is_named(cluster: Cluster) -> None:
+    source, destination = await pair(cluster)
+    address = msgspec.structs.replace(destination.record.address, host_id="elsewhere", scope="loopback")
+    elsewhere = msgspec.structs.replace(destination.record, address=address)
+    source._registry.lookup = lambda worker: elsewhere  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="decode-0 listens on loopback only; start it with --data-interface"):
+        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            await prefill(tx)
