@@ -130,7 +130,7 @@ async def resolve_target(
 async def refresh_target(target: NatsTarget, *, environ: Mapping[str, str] | None = None) -> NatsTarget:
     """The target as its origin has it now: at another address, or with other credentials, after a restart.
 
-    What was given by URL and variables stands. Raises ConfigError, or BrokerUnavailable while no `kvstream server` runs.
+    What was given by URL and variables stands. Raises ConfigError, or BrokerUnavailable with no `kvstream server`.
     """
     return await asyncio.to_thread(_refresh, target, os.environ if environ is None else environ)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, TypeVar
@@ -655,6 +656,10 @@ class UcxTransport(Transport):
                 "data_interface",
                 f"this worker uses loopback only and can't reach {address.host}; start it with --data-interface",
             )
+        try:
+            ipaddress.IPv4Address(address.host)
+        except ValueError as error:
+            raise PeerLost(f"{address.host!r} can't be dialed: it is no IPv4 address") from error
         reads = self._first_lane(address, lanes) == "get"
         worker = self._open_reader() if reads else tcp
         endpoint = worker.connect(address.host, address.get_port if reads else address.port)

@@ -13,6 +13,7 @@ import pytest
 from kvstream import (
     Cancelled,
     ConfigError,
+    Corrupted,
     DeadlineExceeded,
     Fenced,
     KVLayout,
@@ -26,6 +27,8 @@ from kvstream import (
     Runtime,
     RuntimeConfig,
 )
+from kvstream.discovery import MemoryBroker
+from kvstream.discovery.records import encode_record, lease_key
 from kvstream.transport.inproc import InprocTransport
 from tests.conftest import LAYOUT, Cluster
 from tests.unit.test_runtime import DESTINATION, SOURCE, TOKENS, pair, prefill, settled
@@ -378,13 +381,15 @@ async def test_a_replaced_incarnation_gets_no_more_streams(cluster: Cluster) -> 
         async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
             await prefill(tx)
         await rx.done()
-    record = msgspec.structs.replace(destination.record, incarnation="f" * 32)
-    source._streams.links.replaced(record.id, record.incarnation)
-    assert not source._streams.links._links
-    async with destination.receive("s", blocks=DESTINATION, tokens=TOKENS) as rx:
-        async with source.send("s", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
-            await prefill(tx)
-        await rx.done()
+    assert source._streams.links._links
+    newer = msgspec.structs.replace(destination.record, incarnation="f" * 32)
+    key = lease_key(newer.name, newer.rank)
+    async with MemoryBroker(cluster.hub) as broker:
+        revision = cluster.hub.snapshot()[key].revision
+        await broker.put(key, encode_record(newer), ttl=3.0, revision=revision)
+        async with asyncio.timeout(2):
+            while source._streams.links._links or source._registry.lookup("decode-0") != newer:
+                await asyncio.sleep(0.005)
 
 
 async def test_a_fenced_runtime_says_so_and_lets_go(cluster: Cluster) -> None:
@@ -426,3 +431,63 @@ async def test_many_threads_report_layers_of_many_streams(cluster: Cluster) -> N
             await rx.done()
 
     await asyncio.gather(*(one(f"r{n}", [n], [n + 10]) for n in range(3)))
+
+
+def _failing(error: BaseException) -> object:
+    def fail(*_: object) -> object:
+        raise error
+
+    return fail
+
+
+def _failed_future(error: BaseException) -> object:
+    def fail(*_: object) -> asyncio.Future[object]:
+        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        future.set_exception(error)
+        return future
+
+    return fail
+
+
+LEGS: list[tuple[str, object]] = [
+    ("kvstream.memory.pool.KVPool.pack", _failing(Corrupted("gather failed"))),
+    ("kvstream.memory.pool.KVPool.unpack", _failing(Corrupted("scatter failed"))),
+    ("kvstream.transport.inproc.InprocConnection.publish", _failed_future(Corrupted("publish failed"))),
+    ("kvstream.transport.inproc.InprocConnection.take", _failed_future(Corrupted("take failed"))),
+    ("kvstream.transport.inproc.InprocConnection.check", lambda *_: False),
+]
+
+
+@pytest.mark.parametrize(("leg", "failure"), LEGS, ids=[leg.rpartition(".")[2] for leg, _ in LEGS])
+async def test_a_failure_on_any_leg_is_never_an_arrival(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, leg: str, failure: object
+) -> None:
+    """A failed load must not be reported as success (dynamo 15079, LMCache 4385): the layer is not announced, both
+    sides end typed, and what was whole before is named."""
+    source, destination = await pair(cluster)
+    async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
+        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            tx.layer_ready(0)
+            await rx._until(0)
+            monkeypatch.setattr(leg, failure)
+            tx.layer_ready(1)
+            with pytest.raises(Corrupted):
+                await rx.done()
+            with pytest.raises(Corrupted):
+                await tx._report()
+            assert rx.layers_arrived == 1
+            with pytest.raises(Corrupted):
+                await anext(aiter_from(rx, 1))
+    monkeypatch.undo()
+    await settled(source, destination)
+    async with destination.receive("s", blocks=DESTINATION, tokens=TOKENS) as rx:
+        async with source.send("s", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            await prefill(tx)
+        await rx.done()
+
+
+async def aiter_from(rx: ReceiveStream, first: int) -> object:
+    """The layers of a stream from `first` on."""
+    async for layer in rx:
+        if layer >= first:
+            yield layer
