@@ -29,8 +29,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     at least this long are not gathered into slots but read in place: one copy instead of two."""
     lend_chunk: int = 4 * MiB
     """How much is read in place at a time. The copy runs on the receiver's loop: 4 MiB take it about 0.4 ms."""
-    staging_limit: int = 1024 * MiB
-    """Cap on the staging memory of all connections of the process, quarantined memory included."""
+    staging_limit: int = 4096 * MiB
+    """Cap on the staging memory of all connections of the process, quarantined memory included: slots * slot_bytes per
+    connection on its source, and on its destination too for the lanes get and put. Pages are taken when first used."""
 
     # -- bounds on streams
     max_streams: int = 16384

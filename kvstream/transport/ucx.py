@@ -64,7 +64,7 @@ _Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_
 _log = get_logger("transport")
 
 
-class _Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="ucx-offer"):
+class _Offer(msgspec.Struct, frozen=True, array_like=True, tag="ucx-offer"):
     """The source's staging: where another process of the host finds it, and how UCX reaches it (`get`)."""
 
     lanes: tuple[Lane, ...]
@@ -78,7 +78,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     rkey: _Key
 
 
-class _Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="ucx-answer"):
+class _Answer(msgspec.Struct, frozen=True, array_like=True, tag="ucx-answer"):
     """The lane, and for `put` where the destination's staging is."""
 
     lane: Lane
