@@ -218,7 +218,7 @@ class BrokerSuite:
             # At once, as soon as the service is closed: not a request that nobody answers.
             for _ in range(20):
                 async with await a.serve("kvstream.test.*", shout):
-                    pass
+                    await b.request("kvstream.test.x", b"", timeout=5)
                 with pytest.raises(NobodyServes):
                     await b.request("kvstream.test.x", b"", timeout=5)
 

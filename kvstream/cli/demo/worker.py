@@ -7,9 +7,11 @@ Nothing but messages goes to stdout, and the loop's thread never computes.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 T = TypeVar("T")
+
+_PR_SET_PDEATHSIG: Final = 1
 
 MAX_PROMPT: Final = 1024
 """Longest prompt in tokens; a longer one is cut. Those of the demo are shorter in SmolLM2's tokens, not in bytes."""
@@ -331,8 +335,15 @@ async def _main() -> int:
 
 def main() -> int:
     """The process's entry. Its command line has the worker's name, for `ps`; everything else comes over stdin."""
+    _die_with_parent()
     configure_logging("warning", "console")
     return run_loop(_main())
+
+
+def _die_with_parent() -> None:
+    """However the coordinator ends, and whatever this process computes at that moment, it does not outlive it. (The end
+    of stdin says the same, but only a process that has time to listen hears it.)"""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 if __name__ == "__main__":
