@@ -78,7 +78,6 @@ class Runtime:
         self._data_interface = data_interface
         self._broker = broker
         self._transport = transport
-        self._broker_in_use: Broker | None = None
         self._handler: OfferHandler | None = None
         self._closed = False
         self._stack: AsyncExitStack | None = None
@@ -119,7 +118,6 @@ class Runtime:
         if broker is None:
             broker = await connect_broker(self._nats, rng=self._seams.rng)
             stack.push_async_callback(broker.aclose)
-        self._broker_in_use = broker
         streams = Streams(self.pool, config, self._seams.clock)
         stack.callback(streams.driver.stop)
         registry = await stack.enter_async_context(
@@ -331,7 +329,7 @@ class Runtime:
                         return found
         except TimeoutError:
             pass
-        cut = "" if self._connected() else " (the broker can't be reached right now, so this may be out of date)"
+        cut = "" if registry.connected else " (the broker can't be reached right now, so this may be out of date)"
         there = ", ".join(record.id for record in registry.workers()[:20]) or "none"
         if candidates is None:
             rank = self._identity.shard.rank
@@ -346,9 +344,6 @@ class Runtime:
         if candidates is None:
             return default_candidates(registry.workers(), self.record, blocks)
         return candidates if any(registry.lookup(worker) is not None for worker in candidates) else []
-
-    def _connected(self) -> bool:
-        return self._broker_in_use is not None and self._broker_in_use.connected
 
     @property
     def _streams(self) -> Streams:
