@@ -29,6 +29,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     at least this long are not gathered into slots but read in place: one copy instead of two."""
     lend_chunk: int = 4 * MiB
     """How much is read in place at a time. The copy runs on the receiver's loop: 4 MiB take it about 0.4 ms."""
+    checksums: bool = False
+    """Send the XXH3 of every chunk, which the destination compares before the chunk counts. Turns lending off: what is
+    read in place is not touched by the source. The peer needs no setting."""
     staging_limit: int = 4096 * MiB
     """Cap on the staging memory of all connections of the process, quarantined memory included: slots * slot_bytes per
     connection on its source, and on its destination too for the lanes get and put. Pages are taken when first used."""
@@ -67,6 +70,10 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):
             value = getattr(self, field.name)
+            if field.type is bool:
+                if not isinstance(value, bool):
+                    raise ConfigError(field.name, f"must be true or false, is {value!r}")
+                continue
             if isinstance(value, bool) or not isinstance(value, int if field.type is int else int | float):
                 kind = "an integer" if field.type is int else "a number"
                 raise ConfigError(field.name, f"must be {kind}, is {value!r}")

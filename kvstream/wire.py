@@ -166,7 +166,8 @@ class Refuse(_Frame, tag=7, frozen=True):
 
 class Ready(_Frame, tag=8, frozen=True):
     """Source: chunk `chunk`, which is blocks [first, first+count) of the stream's table in `layer`, can be read in
-    `slot` under `generation` (for the put lane: has been written and flushed there)."""
+    `slot` under `generation` (for the put lane: has been written and flushed there). `checksum` is the low 63 bits of
+    the chunk's XXH3 (64 bits), where the source computes it; 0: none."""
 
     num: U32
     epoch: U32
@@ -176,6 +177,7 @@ class Ready(_Frame, tag=8, frozen=True):
     count: U32
     slot: U32
     generation: U63
+    checksum: U63 = 0
 
 
 class Confirm(_Frame, tag=9, frozen=True):

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from kvstream.config import RuntimeConfig
 from kvstream.errors import Cancelled, ConfigError, Corrupted, KVStreamError, ProtocolError, Refused
@@ -51,7 +52,7 @@ class Streams:
         self._sessions: dict[int, SendStream | ReceiveStream] = {}
         self._written = np.zeros(pool.blocks, bool)
         """Blocks that a live inbound stream may write: two streams never share one."""
-        self._lends = pool.run_bytes >= config.lend_bytes
+        self._lends = pool.run_bytes >= config.lend_bytes and not config.checksums
         self._handler: OfferHandler | None = None
         self._offer_tasks: dict[int, asyncio.Task[None]] = {}
         self._on_load_changed: Callable[[], None] | None = None
@@ -247,11 +248,12 @@ class Streams:
             self.driver.pump()
             return
         session.moved_bytes += size
+        checksum = _checksum(view[:size]) if self.config.checksums else 0
         future = connection.publish(command.slot, size)
         if future.done():
-            self._published(command, future)
+            self._published(command, checksum, future)
         else:
-            future.add_done_callback(lambda done: self._published(command, done))
+            future.add_done_callback(lambda done: self._published(command, checksum, done))
 
     def _lend(self, session: SendStream | ReceiveStream, connection: Connection, command: Stage, ids: BlockIds) -> bool:
         """Let the peer read the blocks where they are, if it can and they are large enough for that to pay."""
@@ -268,12 +270,12 @@ class Streams:
         self.driver.pump()
         return True
 
-    def _published(self, command: Stage, future: asyncio.Future[int]) -> None:
+    def _published(self, command: Stage, checksum: int, future: asyncio.Future[int]) -> None:
         error = _failure(future)
         if error is not None:
             self.core.stage_failed(self.driver.now(), command, error)
         else:
-            self.core.staged(self.driver.now(), command, future.result())
+            self.core.staged(self.driver.now(), command, future.result(), checksum)
         self.driver.pump()
 
     def move(self, command: Move) -> None:
@@ -308,6 +310,8 @@ class Streams:
         try:
             if isinstance(taken, Lent):
                 self._borrow(connection, command.layer, ids, taken)
+            elif command.checksum and _checksum(taken) != command.checksum:
+                return Corrupted(f"layer {command.layer}: the checksum of blocks {command.first} on does not match")
             else:
                 self.pool.unpack(command.layer, ids, taken)
         except KVStreamError as error:
@@ -404,6 +408,11 @@ class Streams:
 
     def _unclaim(self, session: ReceiveStream) -> None:
         self._written[session.claimed] = False
+
+
+def _checksum(data: ByteView) -> int:
+    """XXH3 (64 bits), cut to what the wire carries; never 0, which means none there."""
+    return (xxhash.xxh3_64_intdigest(data.data) & (2**63 - 1)) or 1
 
 
 async def _call(handler: OfferHandler, offer: Offer) -> None:

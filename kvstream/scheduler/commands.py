@@ -78,6 +78,7 @@ class Move:
     count: int
     slot: int
     generation: int
+    checksum: int
     order: tuple[float, int, int]
 
 

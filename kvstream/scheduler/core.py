@@ -221,11 +221,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------ reports on commands
 
-    def staged(self, now: float, command: Stage, generation: int) -> None:
-        """A Stage was performed; the chunk can be announced under this generation."""
+    def staged(self, now: float, command: Stage, generation: int, checksum: int = 0) -> None:
+        """A Stage was performed; the chunk can be announced under this generation, with its checksum if it has one."""
         link = self._shared.links.get(command.link)
         if link is not None:
-            self._source.staged(link, command, generation)
+            self._source.staged(link, command, generation, checksum)
 
     def stage_failed(self, now: float, command: Stage, error: KVStreamError) -> None:
         """A Stage could not be performed; its stream ends. PeerLost: the loss of the link is on its way here, or has

@@ -226,6 +226,7 @@ class Destination:
                 frame.count,
                 frame.slot,
                 frame.generation,
+                frame.checksum,
                 (stream.expires, stream.age, frame.chunk),
             )
         )

@@ -161,7 +161,7 @@ class Source:
 
     # ------------------------------------------------------------------ reports on Stage
 
-    def staged(self, link: Link, command: Stage, generation: int) -> None:
+    def staged(self, link: Link, command: Stage, generation: int, checksum: int) -> None:
         stream = self._staging(command)
         if stream is None:
             self._release(link, [command.slot])
@@ -175,6 +175,7 @@ class Source:
             command.count,
             command.slot,
             generation,
+            checksum,
         )
         for ready in stream.announce():
             self._shared.transmit(link, ready)

@@ -143,6 +143,7 @@ async def test_many_streams_between_two_processes(server: EmbeddedServer, way: s
     assert theirs["free_blocks"] == BLOCKS
     # Every stream that was done here was done there; some were done there and cancelled here at the very end.
     assert theirs["ended"].get("done", 0) >= len(handed)
+    print(f"{way}: ends here {ended}, there {theirs['ended']}; resident bytes after each hundred {growth}")
     if len(growth) > 3:
         for side in (0, 1):
             grown = growth[-1][side] - growth[1][side]

@@ -93,7 +93,7 @@ def stage(stream: int, deadline: float) -> Stage:
 
 
 def move(stream: int, deadline: float) -> Move:
-    return Move(1, stream, 1, 0, 0, 0, 1, 0, 1, (deadline, stream, 0))
+    return Move(1, stream, 1, 0, 0, 0, 1, 0, 1, 0, (deadline, stream, 0))
 
 
 class Pump:

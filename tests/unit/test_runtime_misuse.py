@@ -9,6 +9,7 @@ import time
 import msgspec
 import numpy as np
 import pytest
+import xxhash
 
 from kvstream import (
     Cancelled,
@@ -29,8 +30,9 @@ from kvstream import (
 )
 from kvstream.discovery import MemoryBroker
 from kvstream.discovery.records import encode_record, lease_key
+from kvstream.scheduler.commands import Move
 from kvstream.transport.inproc import InprocTransport
-from tests.conftest import LAYOUT, Cluster
+from tests.conftest import LAYOUT, Cluster, fill, kv_bytes
 from tests.unit.test_runtime import DESTINATION, SOURCE, TOKENS, pair, prefill, settled
 
 
@@ -491,3 +493,60 @@ async def aiter_from(rx: ReceiveStream, first: int) -> object:
     async for layer in rx:
         if layer >= first:
             yield layer
+
+
+async def test_checksums_catch_a_flipped_bit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changed between the source's gather and the destination's scatter is not announced as arrived."""
+    config = RuntimeConfig(slots=4, slot_bytes=1024, checksums=True)
+    source = await cluster.worker("prefill-0", config=config)
+    destination = await cluster.worker("decode-0")
+    fill(source.pool, 1)
+    async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
+        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            await prefill(tx)
+        await rx.done()
+    for layer in range(LAYOUT.layers):
+        assert kv_bytes(destination.pool, layer, DESTINATION) == kv_bytes(source.pool, layer, SOURCE)
+    pack = KVPool.pack
+
+    def flipping(pool: KVPool, layer: int, ids: np.ndarray, out: np.ndarray) -> int:
+        size = pack(pool, layer, ids, out)
+        asyncio.get_running_loop().call_soon(lambda: out.__setitem__(size // 2, out[size // 2] ^ 1))
+        return size
+
+    monkeypatch.setattr(KVPool, "pack", flipping)
+    async with destination.receive("s", blocks=DESTINATION, tokens=TOKENS) as rx:
+        async with source.send("s", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            tx.layer_ready(0)
+            with pytest.raises(Corrupted, match="checksum"):
+                await rx.done()
+            with pytest.raises(Corrupted, match="checksum"):
+                await tx._report()
+            assert rx.layers_arrived == 0
+
+
+async def test_the_checksum_is_that_of_the_chunk_and_optional(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = await cluster.worker("prefill-0", config=RuntimeConfig(slots=4, slot_bytes=1024, checksums=True))
+    destination = await cluster.worker("decode-0")
+    fill(source.pool, 1)
+    seen: list[int] = []
+    moved = type(destination._streams).move
+
+    def note(streams: object, command: Move) -> None:
+        seen.append(command.checksum)
+        moved(streams, command)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(destination._streams), "move", note)
+    async with destination.receive("r", blocks=[3], tokens=4) as rx:
+        async with source.send("r", blocks=[7], tokens=4, to="decode-0") as tx:
+            await prefill(tx)
+        await rx.done()
+    expected = [xxhash.xxh3_64_intdigest(source.pool.layer(n)[7].tobytes()) & (2**63 - 1) for n in range(4)]
+    assert seen == expected
+    async with source.receive("back", blocks=[7], tokens=4) as rx:
+        async with destination.send("back", blocks=[3], tokens=4, to="prefill-0") as tx:
+            await prefill(tx)
+        await rx.done()
+    assert seen[4:] == [0] * 4

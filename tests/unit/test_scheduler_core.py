@@ -1463,7 +1463,7 @@ def test_reports_and_frames_of_unknown_links_are_ignored(side: Side) -> None:
     side.hear(wire.Beat(1), link=9)
     side.core.link_lost(side.now, 9, PeerLost("gone"))
     stage = Stage(9, 1, 1, 0, 0, 0, 1, 0, (0.0, 0, 0))
-    move = Move(9, 1, 1, 0, 0, 0, 1, 0, 1, (0.0, 0, 0))
+    move = Move(9, 1, 1, 0, 0, 0, 1, 0, 1, 0, (0.0, 0, 0))
     side.core.staged(side.now, stage, 1)
     side.core.stage_failed(side.now, stage, Corrupted("x"))
     side.core.moved(side.now, move)
