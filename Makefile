@@ -17,6 +17,10 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
+# The peer that kvstream is measured against brings its own UCX; --no-deps, since it would bring PyTorch as well.
+bench: $(VENV)/.bench
+	for name in transfer overlap small connect notify; do $(BIN)/python -m benchmarks $$name $(BENCH_ARGS) || exit 1; done
+
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -38,6 +42,10 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.demo | $(VENV)/bin/python
 	$(PIP) install -q -c constraints.txt -e '.[cpu,server,demo,dev]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.demo
+	$(PIP) install -q --no-deps nixl-cu12==1.5.1
 	@touch $@
 
 clean:

@@ -6,18 +6,29 @@ import argparse
 import importlib
 import json
 import sys
+from pathlib import Path
 
-NAMES = ("notify", "transfer")
+from benchmarks.options import Options
+from benchmarks.plot import render
+
+NAMES = ("connect", "notify", "overlap", "small", "transfer")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--svg", type=Path, metavar="PATH", help="write a plot")
+    parser.add_argument("--transport", choices=("auto", "tcp"), default="auto", help="transfer: all over TCP")
+    parser.add_argument("--quick", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.transport != "auto" and arguments.name != "transfer":
+        parser.error("--transport belongs to transfer")
     module = importlib.import_module(f"benchmarks.{arguments.name}")
-    result = module.run()
+    result = module.run(Options(arguments.quick, arguments.transport))
     print(module.table(result))
+    if arguments.svg is not None:
+        arguments.svg.write_text(render(module.figure(result)))
     if arguments.json:
         print(json.dumps(result))
     return 0

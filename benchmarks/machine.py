@@ -4,27 +4,48 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-__all__ = ["copy_gbps", "describe", "gather_gbps", "is_loaded"]
+__all__ = ["ForeignLoad", "copy_gbps", "describe", "gather_gbps", "summary"]
 
 
-def is_loaded() -> bool:
-    """Whether something else uses the processors right now: more than a twentieth of them over half a second."""
-    before = _busy_ticks()
-    time.sleep(0.5)
-    used = (_busy_ticks() - before) / os.sysconf("SC_CLK_TCK") / 0.5
-    return used > 0.05 * (os.cpu_count() or 1)
+class ForeignLoad:
+    """Whether something else uses the processors: more than a twentieth of them in the half second that it takes to
+    create this, or more than a tenth of them from then on (what neither this process nor an ended child has used)."""
+
+    def __init__(self) -> None:
+        before = _busy_seconds()
+        time.sleep(0.5)
+        self._busy = _busy_seconds()
+        self._start, self._own = time.monotonic(), _own_seconds()
+        self._before = self._busy - before > 0.05 * 0.5 * _processors()
+
+    def seen(self) -> bool:
+        """Call it when the benchmark's processes have ended."""
+        foreign = _busy_seconds() - self._busy - (_own_seconds() - self._own)
+        return self._before or foreign > 0.1 * _processors() * (time.monotonic() - self._start)
 
 
-def _busy_ticks() -> int:
+def _processors() -> int:
+    return os.cpu_count() or 1
+
+
+def _busy_seconds() -> float:
     fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     idle, iowait = fields[3], fields[4]
-    return sum(fields[:8]) - idle - iowait
+    return (sum(fields[:8]) - idle - iowait) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _median_rate(work: object, nbytes: int, rounds: int) -> float:
@@ -82,3 +103,12 @@ def describe() -> dict[str, str]:
         "python": platform.python_version(),
         **versions,
     }
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """One line for a plot: where its figures come from, and whether the machine was quiet."""
+    about = result["machine"]
+    names = {"ucxx-cu12": "UCXX", "libucx-cu12": "UCX", "nixl-cu12": "NIXL", "numpy": "NumPy"}
+    versions = ", ".join(f"{name} {about[package]}" for package, name in names.items() if about[package] != "absent")
+    busy = "; THE MACHINE WAS BUSY with something else" if result["loaded"] else ""
+    return f"{about['cpu']}, Linux {about['kernel']}, Python {about['python']}, {versions}{busy}"

@@ -14,6 +14,8 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.contenders import Rounds, kvstream, nixl
+from benchmarks.options import Options
+from benchmarks.plot import Figure, Panel, size
 
 TOTAL = 256 << 20
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
@@ -22,35 +24,38 @@ ROUNDS = 5
 
 Contender = Callable[[int], Rounds]
 
-CONTENDERS: dict[str, Contender] = {
-    "kvstream": lambda size: kvstream.measure(size, TOTAL, ROUNDS),
-    "nixl": lambda size: nixl.measure(size, TOTAL, ROUNDS),
-    "nixl_prepared": lambda size: nixl.measure(size, TOTAL, ROUNDS, prepared=True),
-}
+
+def _contenders(transport: str, rounds: int) -> dict[str, Contender]:
+    lane, transports = ("put", nixl.TCP_ONLY) if transport == "tcp" else ("auto", None)
+    return {
+        "kvstream": lambda size: kvstream.measure(size, TOTAL, rounds, lane=lane),
+        "nixl": lambda size: nixl.measure(size, TOTAL, rounds, transports=transports),
+        "nixl_prepared": lambda size: nixl.measure(size, TOTAL, rounds, prepared=True, transports=transports),
+    }
 
 
 def _rate(seconds: list[float]) -> float:
     return TOTAL / statistics.median(seconds) / 1e9
 
 
-def _row(size: int) -> dict[str, Any]:
-    results: dict[str, list[Rounds]] = {name: [] for name in CONTENDERS}
+def _row(size: int, contenders: dict[str, Contender], turns: int) -> dict[str, Any]:
+    results: dict[str, list[Rounds]] = {name: [] for name in contenders}
     errors: dict[str, str] = {}
     gathers: list[float] = []
     copies: list[float] = []
-    for _ in range(TURNS):
+    for _ in range(turns):
         copies.append(machine.copy_gbps(TOTAL, 3))
         gathers.append(machine.gather_gbps(size, TOTAL, 3))
-        for name, measure in CONTENDERS.items():
+        for name, measure in contenders.items():
             try:
                 results[name].append(measure(size))
             except RuntimeError as error:
                 errors[name] = str(error)
-    seconds = {name: [s for turn in turns for s in turn.seconds] for name, turns in results.items() if turns}
+    seconds = {name: [s for turn in took for s in turn.seconds] for name, took in results.items() if took}
     rates = {name: _rate(values) for name, values in seconds.items()}
     best = max((name for name in rates if name.startswith("nixl")), key=lambda name: rates[name], default=None)
     copy, gather, ours = statistics.median(copies), statistics.median(gathers), rates["kvstream"]
-    per_gb = {name: statistics.median(t.cpu for t in turns) / (TOTAL / 1e9) for name, turns in results.items() if turns}
+    per_gb = {name: statistics.median(t.cpu for t in took) / (TOTAL / 1e9) for name, took in results.items() if took}
     row: dict[str, Any] = {
         "block_bytes": size,
         "memcpy_gbps": round(copy, 2),
@@ -74,10 +79,18 @@ def _row(size: int) -> dict[str, Any]:
     return row
 
 
-def run() -> dict[str, Any]:
-    """Every block size; `loaded` says that something else used the machine before the run."""
-    loaded = machine.is_loaded()
-    return {"loaded": loaded, "machine": machine.describe(), "rows": [_row(size) for size in SIZES]}
+def run(options: Options) -> dict[str, Any]:
+    """Every block size; `loaded`: something else used the machine (see machine.ForeignLoad)."""
+    load = machine.ForeignLoad()
+    sizes, turns, rounds = (SIZES[::4], 1, 2) if options.quick else (SIZES, TURNS, ROUNDS)
+    contenders = _contenders(options.transport, rounds)
+    rows = [_row(size, contenders, turns) for size in sizes]
+    return {
+        "loaded": load.seen(),
+        "transport": options.transport,
+        "machine": machine.describe(),
+        "rows": rows,
+    }
 
 
 def table(result: dict[str, Any]) -> str:
@@ -100,3 +113,22 @@ def table(result: dict[str, Any]) -> str:
     if result["loaded"]:
         lines.append("THE MACHINE WAS BUSY with something else: compare ratios, not rates.")
     return "\n".join(lines)
+
+
+def figure(result: dict[str, Any]) -> Figure:
+    """Rates by block size."""
+    rows = result["rows"]
+    way = "TCP only" if result["transport"] == "tcp" else "one host"
+    panel = Panel(
+        title="GB/s by KV block size",
+        groups=tuple(size(row["block_bytes"]) for row in rows),
+        series=(
+            ("kvstream, end to end", tuple(row["kvstream_gbps"] for row in rows)),
+            ("NIXL", tuple(row["nixl_gbps"] for row in rows)),
+            ("gather alone, one thread", tuple(row["gather_gbps"] for row in rows)),
+            ("memcpy alone, one thread", tuple(row["memcpy_gbps"] for row in rows)),
+        ),
+        colors=(0, 1, 3, 4),
+    )
+    title = f"{TOTAL >> 20} MiB between two processes ({way}), shuffled block tables"
+    return Figure(title=title, subtitle=machine.summary(result), panels=(panel,))

@@ -87,6 +87,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if getattr(self, field) > limit:
                 raise ConfigError(field, f"must be at most {limit}, is {getattr(self, field)}")
+        if self.lend_bytes < 64:
+            raise ConfigError("lend_bytes", f"must be at least 64, is {self.lend_bytes}")
         if self.stall_timeout < 2 * self.beat_interval:
             raise ConfigError(
                 "stall_timeout",

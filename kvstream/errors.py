@@ -19,6 +19,7 @@ __all__ = [
     "LayoutMismatch",
     "PeerLost",
     "ProtocolError",
+    "Recalled",
     "Refused",
     "UnknownWorker",
     "from_code",
@@ -95,6 +96,11 @@ class Corrupted(KVStreamError):
     """Bytes did not survive: a checksum, a slot generation or a bounds check failed. They were not announced."""
 
     code = "corrupted"
+
+
+class Recalled(Corrupted):
+    """What a source had lent was taken back before it counted: its stream has ended there, and its word on why is on
+    the way. Never the end of a stream by itself, unless that word does not come."""
 
 
 class Fenced(KVStreamError):

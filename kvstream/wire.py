@@ -55,8 +55,9 @@ VERSION = 1
 MIN_VERSION = max(1, VERSION - 1)
 
 MAX_MESSAGE = 8192
-MAX_NAMED = 8
-"""Most streams that a Hello names."""
+MAX_NAMED = 256
+MAX_NAMED_BYTES = 2048
+"""Most streams that a Hello names, and the bytes that their names may take."""
 MAX_PAYLOAD = 4096
 """Largest encoded payload of `done`, in bytes: it rides in one End frame."""
 MAX_METADATA = 2048

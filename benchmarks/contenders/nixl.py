@@ -6,6 +6,7 @@ nothing: what is measured ends when the writer knows that all is written.
 
 from __future__ import annotations
 
+import os
 import time
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,29 +16,42 @@ import numpy as np
 
 from benchmarks.contenders import Rounds, cpu_seconds, run_pair
 
-__all__ = ["measure"]
+__all__ = ["agent", "measure", "register"]
+
+TCP_ONLY = "tcp,self"
+"""UCX_TLS, as between two hosts without RDMA."""
 
 
-def measure(block_bytes: int, total: int, rounds: int, *, prepared: bool = False) -> Rounds:
-    """Move `total` bytes in shuffled blocks. `prepared`: descriptor lists are prepared once, not per round."""
-    return run_pair(_source, _destination, block_bytes, total, rounds, prepared, timeout=120)
+def measure(
+    block_bytes: int, total: int, rounds: int, *, prepared: bool = False, transports: str | None = None
+) -> Rounds:
+    """Move `total` bytes in shuffled blocks. `prepared`: descriptor lists are prepared once, not per round.
+    `transports`: UCX_TLS of both processes."""
+    return run_pair(_source, _destination, block_bytes, total, rounds, prepared, transports, timeout=120)
 
 
-def _agent(name: str) -> Any:
+def agent(name: str, transports: str | None = None) -> Any:
+    """An agent on the UCX backend; the first in a process decides on the transports. ImportError without NIXL."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    if transports is not None:
+        os.environ["UCX_TLS"] = transports
     from nixl_cu12._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found]
 
     return nixl_agent(name, nixl_agent_config(backends=["UCX"]))
 
 
-def _memory(agent: Any, buffer: np.ndarray) -> None:
-    agent.register_memory([(buffer.ctypes.data, buffer.nbytes, 0, "")], "DRAM")
+def register(owner: Any, buffer: np.ndarray) -> None:
+    """Register all of the buffer with an agent."""
+    owner.register_memory([(buffer.ctypes.data, buffer.nbytes, 0, "")], "DRAM")
 
 
-def _destination(pipe: Connection, block_bytes: int, total: int, rounds: int, _prepared: bool) -> None:
-    agent = _agent("destination")
+def _destination(
+    pipe: Connection, block_bytes: int, total: int, rounds: int, _prepared: bool, transports: str | None
+) -> None:
+    me = agent("destination", transports)
     buffer = np.zeros((total // block_bytes, block_bytes), np.uint8)
-    _memory(agent, buffer)
-    pipe.send((agent.get_agent_metadata(), buffer.ctypes.data))
+    register(me, buffer)
+    pipe.send((me.get_agent_metadata(), buffer.ctypes.data))
     pipe.recv()
     cpu = cpu_seconds()
     pipe.send("go")
@@ -46,13 +60,21 @@ def _destination(pipe: Connection, block_bytes: int, total: int, rounds: int, _p
     pipe.recv()
 
 
-def _source(pipe: Connection, block_bytes: int, total: int, rounds: int, prepared: bool, results: Connection) -> None:
-    agent = _agent("source")
+def _source(
+    pipe: Connection,
+    block_bytes: int,
+    total: int,
+    rounds: int,
+    prepared: bool,
+    transports: str | None,
+    results: Connection,
+) -> None:
+    me = agent("source", transports)
     count = total // block_bytes
     buffer = np.full((count, block_bytes), 7, np.uint8)
-    _memory(agent, buffer)
+    register(me, buffer)
     metadata, address = pipe.recv()
-    peer = agent.add_remote_agent(metadata)
+    peer = me.add_remote_agent(metadata)
     rng = np.random.default_rng(0)
     lists = []
     for base in (buffer.ctypes.data, address):
@@ -64,24 +86,24 @@ def _source(pipe: Connection, block_bytes: int, total: int, rounds: int, prepare
     sides: list[Any] = []
     if prepared:
         sides = [
-            agent.prep_xfer_dlist("NIXL_INIT_AGENT", lists[0], "DRAM"),
-            agent.prep_xfer_dlist(peer, lists[1], "DRAM"),
+            me.prep_xfer_dlist("NIXL_INIT_AGENT", lists[0], "DRAM"),
+            me.prep_xfer_dlist(peer, lists[1], "DRAM"),
         ]
 
     def one() -> float:
         start = time.perf_counter()
         if prepared:
-            handle = agent.make_prepped_xfer("WRITE", sides[0], every, sides[1], every, b"done")
+            handle = me.make_prepped_xfer("WRITE", sides[0], every, sides[1], every, b"done")
         else:
-            local, remote = (agent.get_xfer_descs(side, "DRAM") for side in lists)
-            handle = agent.initialize_xfer("WRITE", local, remote, peer, b"done")
-        state = agent.transfer(handle)
+            local, remote = (me.get_xfer_descs(side, "DRAM") for side in lists)
+            handle = me.initialize_xfer("WRITE", local, remote, peer, b"done")
+        state = me.transfer(handle)
         while state != "DONE":
             if state == "ERR":
                 raise RuntimeError("the transfer failed")
-            state = agent.check_xfer_state(handle)
+            state = me.check_xfer_state(handle)
         took = time.perf_counter() - start
-        agent.release_xfer_handle(handle)
+        me.release_xfer_handle(handle)
         return took
 
     first = one()

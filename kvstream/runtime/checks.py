@@ -21,7 +21,8 @@ def whole(field: str, value: object, low: int, high: int) -> int:
         raise ConfigError(field, f"must be an integer from {low} to {high}, is {_shown(value)}")
     number = int(value)
     if not low <= number <= high:
-        raise ConfigError(field, f"must be from {low} to {high}, is {number}")
+        shown = number if number.bit_length() < 128 else f"one of {number.bit_length()} bits"
+        raise ConfigError(field, f"must be from {low} to {high}, is {shown}")
     return number
 
 
@@ -29,7 +30,10 @@ def seconds(field: str, value: object, *, zero: bool = False) -> float:
     """A finite number of seconds, greater than zero (or zero, where that makes sense)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ConfigError(field, f"must be a number of seconds, is {_shown(value)}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number) or number < 0 or number > 1e9 or (number == 0 and not zero):
         raise ConfigError(field, f"must be a finite number of seconds {'from' if zero else 'above'} zero, is {number}")
     return number
@@ -41,6 +45,8 @@ def text(field: str, value: object, limit: int) -> str:
         raise ConfigError(field, f"must be a string, is {_shown(value)}")
     if not 0 < len(value) <= limit:
         raise ConfigError(field, f"has {len(value)} characters; 1 to {limit} are allowed")
+    if value != value.encode(errors="replace").decode():
+        raise ConfigError(field, f"{value!r} is not valid Unicode")
     return value
 
 

@@ -8,6 +8,7 @@ whatever reason, is fenced here, in a task that `close` waits for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -219,11 +220,13 @@ class Links:
         challenge = await link.inbox.get()
         if not isinstance(challenge, wire.Challenge):
             raise ProtocolError(f"{record.id} opened with a {type(challenge).__name__} frame")
-        version = wire.negotiate(challenge.version, challenge.min_version)
+        with contextlib.suppress(ProtocolError):
+            wire.negotiate(challenge.version, challenge.min_version)
+        # Also without a common version the Hello goes out: the peer rejects it, and learns which streams will not come.
         nonce = self._seams.token(_NONCE)
         shard = mine.shard
         hello = wire.Hello(
-            version,
+            wire.VERSION,
             wire.MIN_VERSION,
             mine.worker,
             mine.incarnation,
@@ -236,7 +239,7 @@ class Links:
             (shard.tp_rank, shard.tp_size, shard.pp_rank, shard.pp_size),
             list(self._lanes),
             connection.offer_lanes(self._lanes, self._config.slots, self._slot_bytes),
-            self._driver.core.connecting(record.id)[: wire.MAX_NAMED],
+            _few(self._driver.core.connecting(record.id)),
         )
         self._send(link, [hello])
         answer = await link.inbox.get()
@@ -278,7 +281,6 @@ class Links:
             raise from_code(hello.code, f"the peer gave up: {hello.message}")
         if not isinstance(hello, wire.Hello):
             raise ProtocolError(f"a {type(hello).__name__} frame in place of a Hello")
-        version = wire.negotiate(hello.version, hello.min_version)
         if hello.target != mine.worker or hello.target_incarnation != mine.incarnation:
             raise Fenced(
                 f"{hello.target} incarnation {hello.target_incarnation[:8]} is not here any more: this is {mine.worker}"
@@ -288,13 +290,12 @@ class Links:
         expected = wire.proof(record.key, "hello", nonce, hello.worker, hello.incarnation, mine.incarnation)
         if not hmac.compare_digest(hello.proof, expected):
             raise Fenced(f"the proof of {hello.worker} incarnation {hello.incarnation[:8]} is wrong")
-        if hello.fingerprint != mine.layout.fingerprint():
-            error = LayoutMismatch(_mismatch(hello, mine))
+        try:
+            version, answer = self._agree(link, hello)
+        except KVStreamError as error:
+            # Whoever waits here for what can't come is told as well.
             self._on_mismatch(hello.streams, error)
-            raise error
-        answer = connection.accept_lane(hello.lane_offer, self._lanes)
-        if connection.slot_bytes < mine.layout.block_bytes:
-            raise ProtocolError(f"slots of {connection.slot_bytes} bytes for blocks of {mine.layout.block_bytes}")
+            raise
         link.peer, link.incarnation, link.up = hello.worker, hello.incarnation, True
         self.replaced(link.peer, link.incarnation)
         proof = wire.proof(mine.key, "welcome", hello.nonce, mine.worker, mine.incarnation, hello.incarnation)
@@ -306,6 +307,17 @@ class Links:
             self._driver.now(), link.id, link.peer, outgoing=False, slots=connection.slots, slot_blocks=slot_blocks
         )
         self._driver.pump()
+
+    def _agree(self, link: _Link, hello: wire.Hello) -> tuple[int, bytes]:
+        """The version, and the answer to the lane offer, of a peer that has proven who it is."""
+        mine, connection = self._identity, link.connection
+        version = wire.negotiate(hello.version, hello.min_version)
+        if hello.fingerprint != mine.layout.fingerprint():
+            raise LayoutMismatch(_mismatch(hello, mine))
+        answer = connection.accept_lane(hello.lane_offer, self._lanes)
+        if connection.slot_bytes < mine.layout.block_bytes:
+            raise ProtocolError(f"slots of {connection.slot_bytes} bytes for blocks of {mine.layout.block_bytes}")
+        return version, answer
 
     async def _registered(self, hello: wire.Hello) -> WorkerRecord:
         """The registry record of who says Hello; its news may be a moment behind the caller."""
@@ -395,6 +407,18 @@ class Links:
         if not task.cancelled() and (error := task.exception()) is not None:
             # A bug, not a peer's doing: those are KVStreamErrors and handled where they arise.
             self._loop.call_exception_handler({"message": f"kvstream: {task.get_name()} failed", "exception": error})
+
+
+def _few(names: Sequence[str]) -> list[str]:
+    """As many names as a Hello has room for; it is a courtesy, and must not cost the connection."""
+    few: list[str] = []
+    room = wire.MAX_NAMED_BYTES
+    for name in names[: wire.MAX_NAMED]:
+        room -= len(name.encode()) + 3
+        if room < 0:
+            break
+        few.append(name)
+    return few
 
 
 def _mismatch(hello: wire.Hello, mine: Identity) -> str:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstream.config import RuntimeConfig
-from kvstream.errors import Cancelled, ConfigError, Corrupted, KVStreamError, ProtocolError, Refused
+from kvstream.errors import Cancelled, ConfigError, Corrupted, KVStreamError, ProtocolError, Recalled, Refused
 from kvstream.log import get_logger
 from kvstream.memory import KVPool
 from kvstream.runtime.checks import whole
@@ -317,6 +317,8 @@ class Streams:
         except KVStreamError as error:
             return error
         if not connection.check(command.slot, command.generation):
+            if isinstance(taken, Lent):
+                return Recalled(f"the source took back what it had lent by slot {command.slot}")
             return Corrupted(f"the source reused slot {command.slot} while it was being read")
         session.moved_bytes += taken.nbytes
         return None

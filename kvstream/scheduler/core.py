@@ -241,10 +241,11 @@ class Scheduler:
             self._destination.moved(now, link, command)
 
     def move_failed(self, now: float, command: Move, error: KVStreamError) -> None:
-        """The chunk's bytes could not be had or are not to be believed. PeerLost: as with `stage_failed`."""
+        """The chunk's bytes could not be had or are not to be believed. PeerLost: as with `stage_failed`. Recalled: the
+        source's End will say why."""
         link = self._shared.links.get(command.link)
         if link is not None and not isinstance(error, PeerLost):
-            self._destination.move_failed(link, command, error)
+            self._destination.move_failed(now, link, command, error)
 
     # ------------------------------------------------------------------ time
 

@@ -18,6 +18,7 @@ from kvstream.errors import (
     DeadlineExceeded,
     KVStreamError,
     ProtocolError,
+    Recalled,
     Refused,
     from_code,
 )
@@ -120,6 +121,9 @@ class Destination:
     def expired(self, key: int) -> None:
         """A stream's deadline has passed, or its wait for the answer to its End "done"."""
         stream = self._streams[key]
+        if stream.recalled is not None:
+            self._end(stream, about(stream.recalled, stream.name))
+            return
         if stream.phase is Phase.WAITING:
             state = "no source has offered it"
         else:
@@ -156,14 +160,20 @@ class Destination:
             stream.told = stream.confirmed
             self._shared.transmit(link, wire.Confirm(stream.num, stream.epoch, stream.confirmed))
 
-    def move_failed(self, link: Link, command: Move, error: KVStreamError) -> None:
+    def move_failed(self, now: float, link: Link, command: Move, error: KVStreamError) -> None:
         link.moving -= 1
         stream = self._streams.get(command.stream)
         if stream is None:
             self._late_move(link, command)
             return
         del stream.moving[command.chunk]
-        self._end(stream, about(error, stream.name))
+        if isinstance(error, Recalled):
+            # The stream has ended at its source, which has said so before this read: its End is on the way.
+            stream.recalled = error
+            expires = min(stream.expires, now + self._shared.config.end_wait)
+            self._shared.timers.arm(expires, Timer.INBOUND, stream.key)
+        else:
+            self._end(stream, about(error, stream.name))
 
     def _late_move(self, link: Link, command: Move) -> None:
         """A read for a stream that ended meanwhile: after the last one the source may hear the end."""

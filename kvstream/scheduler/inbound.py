@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvstream.errors import ProtocolError
+from kvstream.errors import ProtocolError, Recalled
 from kvstream.wire import End, Ready
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class Inbound:
     missing: list[int] = field(default_factory=list[int])
     arrived: int = 0
     source_end: End | None = None
+    recalled: Recalled | None = None
+    """Set while the source's End is awaited that explains why something lent was taken back."""
 
     def __post_init__(self) -> None:
         self.expected = [self.first_block] * self.layers

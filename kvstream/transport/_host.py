@@ -110,13 +110,12 @@ class PeerMemory:
     ) -> None:
         """Copy runs of `remote_run` bytes at the addresses `remote` over there to runs of `local_run` bytes at `local`;
         the same number of bytes in all. Raises OSError when not all could be read, or the process has ended."""
-        large = max(remote_run, local_run)
-        runs = self._MAX_RUNS // (large // min(remote_run, local_run)) * large
-        total = len(local) * local_run
-        for start in range(0, total, runs):
-            size = min(runs, total - start)
-            theirs = _vectors(remote[start // remote_run : (start + size) // remote_run], remote_run)
-            ours = _vectors(local[start // local_run : (start + size) // local_run], local_run)
+        run = min(remote_run, local_run)
+        remote, local = _cut(remote, remote_run, run), _cut(local, local_run, run)
+        for start in range(0, len(local), self._MAX_RUNS):
+            theirs = _vectors(remote[start : start + self._MAX_RUNS], run)
+            ours = _vectors(local[start : start + self._MAX_RUNS], run)
+            size = len(ours) * run
             count = self._readv(
                 self._pid,
                 ctypes.c_void_p(ours.ctypes.data), ctypes.c_ulong(len(ours)),
@@ -133,6 +132,14 @@ class PeerMemory:
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
+
+
+def _cut(addresses: npt.NDArray[np.uint64], run: int, shorter: int) -> npt.NDArray[np.uint64]:
+    """The same bytes as shorter runs, of a length that divides the present one."""
+    if run == shorter:
+        return addresses
+    steps = np.arange(0, run, shorter, dtype=np.uint64)
+    return (addresses[:, None] + steps).ravel()
 
 
 def _vectors(addresses: npt.NDArray[np.uint64], run: int) -> npt.NDArray[np.uint64]:

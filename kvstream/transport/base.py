@@ -30,6 +30,7 @@ import numpy.typing as npt
 __all__ = [
     "LANES",
     "MAX_MESSAGE",
+    "MIN_LENT_RUN",
     "ByteView",
     "Connection",
     "Lane",
@@ -49,6 +50,10 @@ MAX_MESSAGE = 8192
 """Largest control message in bytes."""
 
 ByteView = npt.NDArray[np.uint8]
+
+
+MIN_LENT_RUN = 64
+"""Shortest run of bytes that is lent: below it the list of addresses outweighs the bytes."""
 
 
 class Lent(NamedTuple):

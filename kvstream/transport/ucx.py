@@ -16,13 +16,14 @@ import asyncio
 import errno
 import ipaddress
 import os
+import platform
 from collections.abc import Callable, Mapping
 from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
 
-from kvstream.errors import ConfigError, Corrupted, KVStreamError, PeerLost, ProtocolError, Refused
+from kvstream.errors import ConfigError, Corrupted, KVStreamError, PeerLost, ProtocolError, Recalled, Refused
 from kvstream.log import get_logger
 from kvstream.transport import _ucp
 from kvstream.transport._host import Interface, PeerMemory, has_rdma, host_id, read_process, resolve_interface
@@ -33,6 +34,7 @@ from kvstream.transport._worker import Endpoint, Region, UcpWorker
 from kvstream.transport.base import (
     LANES,
     MAX_MESSAGE,
+    MIN_LENT_RUN,
     ByteView,
     Connection,
     Lane,
@@ -269,6 +271,10 @@ class UcxConnection(Connection):
 
     def _open_peer(self, offer: _Offer) -> PeerMemory | None:
         """The peer's memory for reads by address, if this process has the right to it."""
+        if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "pidfd_open"):
+            # A recall is a store before the user's stores, and the check a load after the copy's loads. x86 keeps
+            # that order by itself; elsewhere it would take barriers that Python does not have.
+            return None
         try:
             memory = PeerMemory(offer.pid)
         except OSError:
@@ -407,8 +413,9 @@ class UcxConnection(Connection):
     def lend(self, slot: int, lent: Lent) -> int:
         own = self._own_slot(slot)
         table = lent.addresses.view(np.uint8)
-        if not self.lends or table.nbytes > self.slot_bytes:
-            raise ValueError(f"lending {table.nbytes // 8} runs by a slot of {self.slot_bytes} (lends: {self.lends})")
+        if not self.lends or lent.run_bytes < MIN_LENT_RUN or table.nbytes > self.slot_bytes:
+            runs = f"{table.nbytes // 8} runs of {lent.run_bytes} bytes"
+            raise ValueError(f"lending {runs} by a slot of {self.slot_bytes} (lends: {self.lends})")
         own.clear(slot)
         own.data(slot, table.nbytes)[...] = table
         self._generation += 1
@@ -512,8 +519,8 @@ class UcxConnection(Connection):
     ) -> None:
         count = nbytes // run
         if generation <= 0 or not source.holds(slot, generation):
-            future.set_exception(_stale(self.peer_address, slot, generation))
-        elif count * run != nbytes or not 0 <= 8 * count <= self.slot_bytes:
+            future.set_exception(Recalled(str(_stale(self.peer_address, slot, generation))))
+        elif run < MIN_LENT_RUN or count * run != nbytes or not 0 <= 8 * count <= self.slot_bytes:
             future.set_exception(ProtocolError(f"{self.peer_address}: {nbytes} bytes lent in runs of {run}"))
         else:
             # A copy: the slot is the peer's memory.

@@ -62,11 +62,15 @@ async def test_runs_arrive_in_their_order_and_nowhere_else(shared: Harness, remo
 
 async def test_more_runs_than_one_system_call_takes(shared: Harness) -> None:
     pair = await shared.connect()
-    source, target = pattern(1, 3000 * 16), np.zeros(3000 * 16, np.uint8)
+    source, target = pattern(1, 3000 * 64), np.zeros(3000 * 64, np.uint8)
     order = np.random.default_rng(3).permutation(3000).tolist()
-    generation = pair.source.connection.lend(0, runs(source, order, 16))
-    await borrow(pair, generation, runs(target, list(range(3000)), 16))
-    assert np.array_equal(target.reshape(-1, 16), source.reshape(-1, 16)[order])
+    generation = pair.source.connection.lend(0, runs(source, order, 64))
+    await borrow(pair, generation, runs(target, list(range(3000)), 64))
+    assert np.array_equal(target.reshape(-1, 64), source.reshape(-1, 64)[order])
+    # By way of one buffer, as into a pool whose blocks are in pieces.
+    whole = np.zeros_like(target)
+    await borrow(pair, generation, runs(whole, [0], whole.size))
+    assert np.array_equal(whole, target)
 
 
 async def test_what_is_recalled_is_not_believed(shared: Harness) -> None:
@@ -117,6 +121,8 @@ async def test_loans_that_make_no_sense(shared: Harness) -> None:
     too_large = Lent(np.full(SLOT_BYTES // 8 + 1, source.ctypes.data, np.uint64), 1)
     with pytest.raises(ValueError, match="lending"):
         pair.source.connection.lend(0, too_large)
+    with pytest.raises(ValueError, match="runs of 63 bytes"):
+        pair.source.connection.lend(0, runs(source, [0], 63))
     with pytest.raises(ValueError, match="slot"):
         pair.source.connection.lend(SLOTS, runs(source, [0], 64))
     generation = pair.source.connection.lend(0, runs(source, [0], 64))

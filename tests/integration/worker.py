@@ -24,7 +24,7 @@ from kvstream import KVLayout, KVPool, KVStreamError, Offer, ReceiveStream, Runt
 
 WAYS = {
     "shared": ("shared", RuntimeConfig(stall_timeout=30)),
-    "lent": ("shared", RuntimeConfig(stall_timeout=30, lend_bytes=1)),
+    "lent": ("shared", RuntimeConfig(stall_timeout=30, lend_bytes=64)),
     "get": ("get", RuntimeConfig(stall_timeout=30)),
     "put": ("put", RuntimeConfig(stall_timeout=30)),
 }
