@@ -8,7 +8,6 @@ whatever reason, is fenced here, in a task that `close` waits for.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -220,9 +219,8 @@ class Links:
         challenge = await link.inbox.get()
         if not isinstance(challenge, wire.Challenge):
             raise ProtocolError(f"{record.id} opened with a {type(challenge).__name__} frame")
-        with contextlib.suppress(ProtocolError):
-            wire.negotiate(challenge.version, challenge.min_version)
-        # Also without a common version the Hello goes out: the peer rejects it, and learns which streams will not come.
+        # Whatever versions the challenge names, the Hello goes out: a peer that speaks none of ours rejects it, and learns
+        # from it which streams will not come.
         nonce = self._seams.token(_NONCE)
         shard = mine.shard
         hello = wire.Hello(
@@ -247,6 +245,7 @@ class Links:
             raise from_code(answer.code, answer.message, retry_after=answer.retry_after)
         if not isinstance(answer, wire.Welcome):
             raise ProtocolError(f"{record.id} answered the handshake with a {type(answer).__name__} frame")
+        wire.negotiate(answer.version, answer.version)
         expected = wire.proof(record.key, "welcome", nonce, record.id, record.incarnation, mine.incarnation)
         if answer.incarnation != record.incarnation or not hmac.compare_digest(answer.proof, expected):
             raise Fenced(f"who answers at {connection.peer_address} is not the registered {record.id}")

@@ -68,6 +68,38 @@ async def test_bytes_and_canaries(server: EmbeddedServer, way: str, tokens: int)
 
 
 @pytest.mark.parametrize("way", list(WAYS))
+async def test_from_whole_blocks_into_blocks_in_pieces(server: EmbeddedServer, way: str) -> None:
+    """The destination's heads are padded, as some engines' are; a source that lends knows nothing of that."""
+    lane, config = WAYS[way]
+    padded = [
+        np.full((64, *LAYOUT.block_shape[:-1], LAYOUT.block_shape[-1] + 8), 7, np.uint16) for _ in range(LAYOUT.layers)
+    ]
+    target_pool = KVPool.wrap(LAYOUT, [memory[..., : LAYOUT.block_shape[-1]] for memory in padded])
+    source_pool = KVPool.allocate(LAYOUT, blocks=64)
+    for layer in range(LAYOUT.layers):
+        bits = source_pool.layer(layer).view(np.uint16)
+        bits[...] = np.random.default_rng(layer).integers(0, 2**16, bits.shape, np.uint16)
+    mine, theirs = list(range(50)), list(range(63, 13, -1))
+    async with AsyncExitStack() as stack:
+        source = await stack.enter_async_context(
+            Runtime("prefill-0", pool=source_pool, nats=server.url, lanes=lane, config=config)
+        )
+        target = await stack.enter_async_context(
+            Runtime("decode-0", pool=target_pool, nats=server.url, lanes=lane, config=config)
+        )
+        async with target.receive("r", blocks=theirs, tokens=800) as rx:
+            async with source.send("r", blocks=mine, tokens=800, to="decode-0") as tx:
+                for layer in range(LAYOUT.layers):
+                    tx.layer_ready(layer)
+                await tx.done()
+            await rx.done()
+    for layer in range(LAYOUT.layers):
+        got = padded[layer][theirs][..., : LAYOUT.block_shape[-1]]
+        assert np.array_equal(got, source_pool.layer(layer).view(np.uint16)[mine])
+        assert np.all(padded[layer][..., LAYOUT.block_shape[-1] :] == 7)
+
+
+@pytest.mark.parametrize("way", list(WAYS))
 async def test_many_streams_between_two_processes(server: EmbeddedServer, way: str) -> None:
     """Random sizes, cancels on either side, refusals: each stream ends exactly once on both sides, blocks come back,
     memory does not grow."""

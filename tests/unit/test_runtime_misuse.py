@@ -23,10 +23,12 @@ from kvstream import (
     LayoutMismatch,
     Offer,
     PeerLost,
+    ProtocolError,
     ReceiveStream,
     Refused,
     Runtime,
     RuntimeConfig,
+    wire,
 )
 from kvstream.discovery import MemoryBroker
 from kvstream.discovery.records import encode_record, lease_key
@@ -550,3 +552,84 @@ async def test_the_checksum_is_that_of_the_chunk_and_optional(
             await prefill(tx)
         await rx.done()
     assert seen[4:] == [0] * 4
+
+
+@pytest.mark.parametrize("count", [1, 12])
+async def test_every_receiver_hears_of_a_layout_mismatch(cluster: Cluster, count: int) -> None:
+    source = await cluster.worker("prefill-0")
+    other = KVLayout(layers=4, kv_heads=2, head_dim=8, block_tokens=8, dtype="float16")
+    destination = await cluster.worker("decode-0", layout=other)
+
+    async def receive(number: int) -> None:
+        with pytest.raises(LayoutMismatch):
+            async with destination.receive(f"r{number}", blocks=[number], tokens=4) as rx:
+                await rx.done()
+
+    async def send(number: int) -> None:
+        with pytest.raises(LayoutMismatch):
+            async with source.send(f"r{number}", blocks=[number], tokens=4, to="decode-0") as tx:
+                await prefill(tx)
+
+    async with asyncio.timeout(5):
+        await asyncio.gather(*(call(number) for number in range(count) for call in (receive, send)))
+
+
+async def test_a_receiver_hears_of_another_protocol_version(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, destination = await pair(cluster)
+    negotiate = wire.negotiate
+
+    def later(version: int, least: int) -> int:
+        """As by a destination of a time to come, in which this source's version is no longer spoken."""
+        return negotiate(version, least, ours=wire.VERSION + 2, our_min=wire.MIN_VERSION + 2)
+
+    monkeypatch.setattr(wire, "negotiate", later)
+    async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
+        with pytest.raises(ProtocolError, match="no common protocol version"):
+            async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+                await prefill(tx)
+        async with asyncio.timeout(2):
+            with pytest.raises(ProtocolError, match="no common protocol version"):
+                await rx.done()
+
+
+async def test_a_receiver_hears_that_no_lane_works(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, destination = await pair(cluster)
+
+    def none(*_: object) -> bytes:
+        raise ConfigError("lanes", "none works")
+
+    monkeypatch.setattr("kvstream.transport.inproc.InprocConnection.accept_lane", none)
+    async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
+        with pytest.raises(ConfigError, match="none works"):
+            async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+                await prefill(tx)
+        async with asyncio.timeout(2):
+            with pytest.raises(ConfigError, match="none works"):
+                await rx.done()
+
+
+async def test_long_stream_ids_do_not_cost_the_connection(cluster: Cluster) -> None:
+    source = await cluster.worker("prefill-0")
+    destination = await cluster.worker("decode-0")
+
+    async def one(number: int) -> None:
+        name = f"{number:02}" + "\U0001f600" * 254
+        async with destination.receive(name, blocks=[number], tokens=4) as rx:
+            async with source.send(name, blocks=[number], tokens=4, to="decode-0") as tx:
+                await prefill(tx)
+            await rx.done()
+
+    await asyncio.gather(*(one(number) for number in range(20)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("deadline", 10**400), ("tokens", 10**5000), ("priority", 10**5000), ("stream", "\ud800")],
+    ids=["deadline", "tokens", "priority", "stream"],
+)
+async def test_absurd_values(cluster: Cluster, field: str, value: object) -> None:
+    source, _ = await pair(cluster)
+    arguments: dict[str, object] = {"stream": "r", "blocks": SOURCE, "tokens": TOKENS, "to": "decode-0", field: value}
+    with pytest.raises(ConfigError) as error:
+        source.send(arguments.pop("stream"), **arguments)  # type: ignore[arg-type]
+    assert error.value.field == field

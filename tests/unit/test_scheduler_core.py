@@ -19,6 +19,7 @@ from kvstream.errors import (
     KVStreamError,
     PeerLost,
     ProtocolError,
+    Recalled,
     Refused,
 )
 from kvstream.scheduler.commands import (
@@ -1512,3 +1513,32 @@ def test_cancelled_timers_leave_the_heap() -> None:
         timers.cancel(Timer.OUTBOUND, number)
     assert len(timers._heap) < 200
     assert timers.pop(5.0) == (Timer.BEAT, 0)
+
+
+def test_what_was_recalled_ends_with_the_sources_word(side: Side) -> None:
+    key = side.receiving()
+    side.announce(0, 0)
+    (move,) = side.taken(Move)
+    side.core.move_failed(side.now, move, Recalled("taken back"))
+    assert not side.take()
+    side.hear(wire.End(1, 1, "cancelled", "no more"))
+    ended = side.one(Ended)
+    assert ended.stream == key
+    assert isinstance(ended.error, Cancelled)
+    assert [type(frame) for frame in side.sent()] == [wire.End]
+    assert side.core.idle
+
+
+def test_what_was_recalled_without_a_word_is_corrupted_after_the_wait(side: Side) -> None:
+    side.receiving()
+    side.announce(0, 0)
+    (move,) = side.taken(Move)
+    side.core.move_failed(side.now, move, Recalled("taken back"))
+    side.after(0.49)
+    assert not side.taken(Ended)
+    side.after(0.02)
+    error = side.one(Ended).error
+    assert isinstance(error, Corrupted)
+    assert "taken back" in str(error)
+    side.hear(wire.End(1, 1, "corrupted", answer=True))
+    assert side.core.idle
