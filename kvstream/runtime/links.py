@@ -219,8 +219,8 @@ class Links:
         challenge = await link.inbox.get()
         if not isinstance(challenge, wire.Challenge):
             raise ProtocolError(f"{record.id} opened with a {type(challenge).__name__} frame")
-        # Whatever versions the challenge names, the Hello goes out: a peer that speaks none of ours rejects it, and learns
-        # from it which streams will not come.
+        # Whatever versions the challenge names, the Hello goes out: a peer that speaks none of ours rejects it, and
+        # learns from it which streams will not come.
         nonce = self._seams.token(_NONCE)
         shard = mine.shard
         hello = wire.Hello(
