@@ -99,7 +99,7 @@ def describe() -> dict[str, str]:
             versions[package] = "absent"
     return {
         "cpu": f"{os.cpu_count()} x {cpu}",
-        "kernel": platform.release(),
+        "kernel": ".".join(platform.release().split(".")[:2]),
         "python": platform.python_version(),
         **versions,
     }
