@@ -190,11 +190,13 @@ class Links:
         link = self._add(connection, peer)
         try:
             await self._introduce(link, record)
-        except (KVStreamError, asyncio.CancelledError) as error:
-            self._close(link, error if isinstance(error, KVStreamError) else PeerLost("the handshake was given up"))
-            raise
-        link.incarnation = record.incarnation
-        link.up = True
+            if link.closed:
+                raise PeerLost(f"{peer} was lost during the handshake")
+            link.incarnation = record.incarnation
+            link.up = True
+        finally:
+            if not link.up:
+                self._close(link, PeerLost("the handshake was given up"))
         self._log.info("connected", peer=peer, lane=connection.lane)
         return link, connection.slots
 
@@ -295,6 +297,8 @@ class Links:
             # Whoever waits here for what can't come is told as well.
             self._on_mismatch(hello.streams, error)
             raise
+        if link.closed:
+            raise PeerLost(f"{hello.worker} was lost during the handshake")
         link.peer, link.incarnation, link.up = hello.worker, hello.incarnation, True
         self.replaced(link.peer, link.incarnation)
         proof = wire.proof(mine.key, "welcome", hello.nonce, mine.worker, mine.incarnation, hello.incarnation)

@@ -633,3 +633,20 @@ async def test_absurd_values(cluster: Cluster, field: str, value: object) -> Non
     with pytest.raises(ConfigError) as error:
         source.send(arguments.pop("stream"), **arguments)  # type: ignore[arg-type]
     assert error.value.field == field
+
+
+async def test_what_fails_in_the_handshake_leaves_no_connection(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, destination = await pair(cluster)
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstream.transport.inproc.InprocConnection.offer_lanes", _failing(ValueError("a bug")))
+        with pytest.raises(KVStreamError, match="a bug"):
+            async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+                await prefill(tx)
+    assert source._streams.links._links == {}
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert destination._streams.links._links == {}
+    assert all(budget.used == 0 for budget in cluster.budgets.values())
