@@ -142,6 +142,7 @@ class _Worker:
         self._runtime = Runtime(setup.name, roles={setup.role}, pool=pool, lanes=setup.lane)
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._leaving = False  # the group takes no more tasks, while the runtime still hands out offers
         self._rng = random.Random(setup.name)  # the same tables in each run, and others in each process
 
     async def serve(self) -> None:
@@ -157,20 +158,30 @@ class _Worker:
                 raise
 
     async def _obey(self) -> None:
-        await self._link.send(Ready(self._pool.layout.layers))
-        while (command := await self._link.command()) is not None:
-            if isinstance(command, Prefill):
-                self._start(self._prefill(command))
-            elif isinstance(command, Baseline):
-                self._start(self._baseline(command))
+        try:
+            await self._link.send(Ready(self._pool.layout.layers))
+            while (command := await self._link.command()) is not None:
+                if isinstance(command, Prefill):
+                    self._start(self._prefill(command))
+                elif isinstance(command, Baseline):
+                    self._start(self._baseline(command))
+        finally:
+            self._leaving = True
         for task in self._tasks:
             task.cancel()
         self._compute.stop()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._group.create_task(work)
+        task = self._group.create_task(self._run(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except KVStreamError:
+            self._leaving = True  # before the group knows, which shuts down for it
+            raise
 
     # -- prefill
 
@@ -224,6 +235,9 @@ class _Worker:
     # -- decode
 
     async def _take(self, offer: Offer) -> None:
+        if self._leaving:
+            offer.refuse("leaving")
+            return
         layout = self._pool.layout
         try:
             blocks = self._acquire(offer.tokens + self._setup.new_tokens)
