@@ -24,6 +24,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Staging slots per connection: how many chunks may be between gather and confirmation."""
     slot_bytes: int = 2 * MiB
     """Size of a slot; raised to one KV block where a block is larger. Gather and scatter of a slot run on the loop."""
+    group_bytes: int = MiB
+    """Layers that are ready together share a chunk of up to this size: short prompts take few chunks. Less than a slot,
+    so that gather and scatter of a prompt overlap."""
     lend_bytes: int = 32 << 10
     """Where the peer can read this process's memory (shared lane, with ptrace rights), blocks whose runs of bytes are
     at least this long are not gathered into slots but read in place: one copy instead of two."""

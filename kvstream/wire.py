@@ -166,9 +166,9 @@ class Refuse(_Frame, tag=7, frozen=True):
 
 
 class Ready(_Frame, tag=8, frozen=True):
-    """Source: chunk `chunk`, which is blocks [first, first+count) of the stream's table in `layer`, can be read in
-    `slot` under `generation` (for the put lane: has been written and flushed there). `checksum` is the low 63 bits of
-    the chunk's XXH3 (64 bits), where the source computes it; 0: none."""
+    """Source: chunk `chunk`, which is blocks [first, first+count) of the stream's table in each of `layers` layers from
+    `layer` on, can be read in `slot` under `generation` (for the put lane: has been written and flushed there).
+    `checksum` is the low 63 bits of the chunk's XXH3 (64 bits), where the source computes it; 0: none."""
 
     num: U32
     epoch: U32
@@ -179,6 +179,7 @@ class Ready(_Frame, tag=8, frozen=True):
     slot: U32
     generation: U63
     checksum: U63 = 0
+    layers: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)] = 1
 
 
 class Confirm(_Frame, tag=9, frozen=True):

@@ -75,7 +75,7 @@ class Links:
         seams: Seams,
         lanes: tuple[Lane, ...],
         on_mismatch: Callable[[Sequence[str], KVStreamError], None],
-        chunk_blocks: Callable[[Connection], int],
+        chunk_blocks: Callable[[Connection], tuple[int, int]],
     ) -> None:
         self.address: ListenAddress | None = None
         """Where this runtime listens; set once it does."""
@@ -164,8 +164,10 @@ class Links:
         except KVStreamError as failure:
             error = failure
         else:
-            slot_blocks = self._chunk_blocks(link.connection)
-            self._driver.core.link_up(now(), link.id, peer, outgoing=True, slots=slots, slot_blocks=slot_blocks)
+            one, several = self._chunk_blocks(link.connection)
+            self._driver.core.link_up(
+                now(), link.id, peer, outgoing=True, slots=slots, slot_blocks=one, group_blocks=several
+            )
             self._driver.pump()
             return
         self._failed(peer, error)
@@ -305,9 +307,8 @@ class Links:
         lane = connection.lane or ""
         self._send(link, [wire.Welcome(version, mine.worker, mine.incarnation, proof, lane, answer)])
         self._log.info("accepted", peer=link.peer, lane=lane)
-        slot_blocks = self._chunk_blocks(connection)
         self._driver.core.link_up(
-            self._driver.now(), link.id, link.peer, outgoing=False, slots=connection.slots, slot_blocks=slot_blocks
+            self._driver.now(), link.id, link.peer, outgoing=False, slots=connection.slots, slot_blocks=0
         )
         self._driver.pump()
 

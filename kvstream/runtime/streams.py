@@ -222,12 +222,13 @@ class Streams:
     def drop(self, link: int, error: KVStreamError) -> None:
         self.links.drop(link, error)
 
-    def chunk_blocks(self, connection: Connection) -> int:
-        """How many blocks of one layer make a chunk on this connection, as its source."""
+    def chunk_blocks(self, connection: Connection) -> tuple[int, int]:
+        """How many blocks of one layer make a chunk on this connection, as its source; and how many of several."""
         size = connection.slot_bytes
         if connection.lends and self._lends:
             size = max(size, min(self.config.lend_chunk, connection.slot_bytes // 8 * self.pool.run_bytes))
-        return max(1, size // self.pool.layout.block_bytes)
+        block = self.pool.layout.block_bytes
+        return max(1, size // block), min(self.config.group_bytes, connection.slot_bytes) // block
 
     def stage(self, command: Stage) -> None:
         now = self.driver.now()
@@ -242,7 +243,9 @@ class Streams:
             if self._lend(session, connection, command, ids):
                 return
             view = connection.write_view(command.slot)
-            size = self.pool.pack(command.layer, ids, view)
+            size = 0
+            for layer in _layers(command):
+                size += self.pool.pack(layer, ids, view[size:])
         except KVStreamError as error:
             self.core.stage_failed(now, command, error)
             self.driver.pump()
@@ -259,16 +262,25 @@ class Streams:
         """Let the peer read the blocks where they are, if it can and they are large enough for that to pay."""
         if not connection.lends or not self._lends or not isinstance(session, SendStream):
             return False
-        found = self.pool.addresses(command.layer, ids)
-        if found is None:
+        lent = self._runs(command, ids)
+        if lent is None:
             return False
-        lent = Lent(*found)
         generation = connection.lend(command.slot, lent)
         session.lent[connection, command.slot] = generation
         session.moved_bytes += lent.nbytes
         self.core.staged(self.driver.now(), command, generation)
         self.driver.pump()
         return True
+
+    def _runs(self, command: Stage | Move, ids: BlockIds) -> Lent | None:
+        """Where a chunk's blocks are, layer after layer, if they are runs of equal length in host memory."""
+        found = [self.pool.addresses(layer, ids) for layer in _layers(command)]
+        if len(found) == 1:
+            return Lent(*found[0]) if found[0] is not None else None
+        runs = [each for each in found if each is not None]
+        if len(runs) < len(found) or any(run != runs[0][1] for _, run in runs):
+            return None
+        return Lent(np.concatenate([addresses for addresses, _ in runs]), runs[0][1])
 
     def _published(self, command: Stage, checksum: int, future: asyncio.Future[int]) -> None:
         error = _failure(future)
@@ -282,7 +294,7 @@ class Streams:
         connection = self.links.connection(command.link)
         if connection is None:
             return
-        size = command.count * self.pool.layout.block_bytes
+        size = command.layers * command.count * self.pool.layout.block_bytes
         future = connection.take(command.slot, command.generation, size)
         if future.done():
             self._taken(command, future)
@@ -309,11 +321,11 @@ class Streams:
         ids = session.ids[command.first : command.first + command.count]
         try:
             if isinstance(taken, Lent):
-                self._borrow(connection, command.layer, ids, taken)
+                self._borrow(connection, command, ids, taken)
             elif command.checksum and _checksum(taken) != command.checksum:
                 return Corrupted(f"layer {command.layer}: the checksum of blocks {command.first} on does not match")
             else:
-                self.pool.unpack(command.layer, ids, taken)
+                self._unpack(command, ids, taken)
         except KVStreamError as error:
             return error
         if not connection.check(command.slot, command.generation):
@@ -323,15 +335,20 @@ class Streams:
         session.moved_bytes += taken.nbytes
         return None
 
-    def _borrow(self, connection: Connection, layer: int, ids: BlockIds, lent: Lent) -> None:
-        found = self.pool.addresses(layer, ids)
-        if found is not None:
-            connection.borrow(lent, Lent(*found))
+    def _unpack(self, command: Move, ids: BlockIds, data: ByteView) -> None:
+        size = data.nbytes // command.layers
+        for n, layer in enumerate(_layers(command)):
+            self.pool.unpack(layer, ids, data[n * size : (n + 1) * size])
+
+    def _borrow(self, connection: Connection, command: Move, ids: BlockIds, lent: Lent) -> None:
+        local = self._runs(command, ids)
+        if local is not None:
+            connection.borrow(lent, local)
             return
         # Our own blocks are in pieces, or on a GPU: by way of a buffer.
         buffer = np.empty(lent.nbytes, np.uint8)
         connection.borrow(lent, Lent(np.array([buffer.ctypes.data], np.uint64), buffer.nbytes))
-        self.pool.unpack(layer, ids, buffer)
+        self._unpack(command, ids, buffer)
 
     def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended) -> None:
         if isinstance(command, Offered):
@@ -415,6 +432,10 @@ class Streams:
 def _checksum(data: ByteView) -> int:
     """XXH3 (64 bits), cut to what the wire carries; never 0, which means none there."""
     return (xxhash.xxh3_64_intdigest(data.data) & (2**63 - 1)) or 1
+
+
+def _layers(command: Stage | Move) -> range:
+    return range(command.layer, command.layer + command.layers)
 
 
 async def _call(handler: OfferHandler, offer: Offer) -> None:

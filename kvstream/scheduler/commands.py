@@ -48,9 +48,10 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Source: gather blocks [first, first+count) of the stream's table, in `layer`, into `slot`, and publish them;
-    then `staged` or `stage_failed`. `order` sorts the work of all streams: smallest first. If the stream has ended in
-    the meantime its memory must not be read, but the report is due all the same: it gives the slot back."""
+    """Source: gather blocks [first, first+count) of the stream's table, in `layers` layers from `layer` on, into
+    `slot`, layer after layer, and publish them. Report `staging` when it is begun; then `staged` or `stage_failed`.
+    `order` sorts the work of all streams: smallest first. If the stream has ended in the meantime its memory must not
+    be read, but the reports are due all the same: they give the slot back."""
 
     link: int
     stream: int
@@ -61,13 +62,14 @@ class Stage:
     count: int
     slot: int
     order: tuple[float, int, int]
+    layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Destination: bring the chunk's bytes into the blocks [first, first+count) of the stream's table in `layer`;
-    then `moved` or `move_failed`. If the stream has ended in the meantime its memory must not be touched, but the
-    report is due all the same."""
+    """Destination: bring the chunk's bytes into the blocks [first, first+count) of the stream's table, in `layers`
+    layers from `layer` on; then `moved` or `move_failed`. If the stream has ended in the meantime its memory must not
+    be touched, but the report is due all the same."""
 
     link: int
     stream: int
@@ -80,6 +82,7 @@ class Move:
     generation: int
     checksum: int
     order: tuple[float, int, int]
+    layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)

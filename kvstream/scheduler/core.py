@@ -160,9 +160,20 @@ class Scheduler:
 
     # ------------------------------------------------------------------ events of links
 
-    def link_up(self, now: float, link_id: int, peer: str, *, outgoing: bool, slots: int, slot_blocks: int) -> None:
-        """A connection is established. `slot_blocks`: how many blocks of one layer fit into a slot."""
-        link = Link(link_id, peer, outgoing, slots, slot_blocks)
+    def link_up(
+        self,
+        now: float,
+        link_id: int,
+        peer: str,
+        *,
+        outgoing: bool,
+        slots: int,
+        slot_blocks: int,
+        group_blocks: int = 0,
+    ) -> None:
+        """A connection is established. `slot_blocks`: how many blocks of one layer fit into a slot; `group_blocks`: up
+        to how many blocks in all layers that are ready together share a chunk."""
+        link = Link(link_id, peer, outgoing, slots, slot_blocks, group_blocks)
         self._shared.links[link_id] = link
         if outgoing:
             self._shared.timers.arm(now + self._config.idle_timeout, Timer.IDLE, link_id)
@@ -220,6 +231,12 @@ class Scheduler:
             raise ProtocolError(f"a {kind} frame from {way} on an established connection")
 
     # ------------------------------------------------------------------ reports on commands
+
+    def staging(self, command: Stage) -> None:
+        """A Stage is about to be performed: the next one may be given."""
+        link = self._shared.links.get(command.link)
+        if link is not None:
+            self._source.staging(link)
 
     def staged(self, now: float, command: Stage, generation: int, checksum: int = 0) -> None:
         """A Stage was performed; the chunk can be announced under this generation, with its checksum if it has one."""

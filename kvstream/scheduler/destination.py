@@ -146,8 +146,7 @@ class Destination:
         if stream is None:
             self._late_move(link, command)
             return
-        layer = stream.moved(command.chunk)
-        if layer is not None:
+        for layer in stream.moved(command.chunk):
             self._shared.commands.append(Arrived(stream.key, layer))
         if not self._decide(now, link, stream):
             self._confirm(link, stream)
@@ -238,6 +237,7 @@ class Destination:
                 frame.generation,
                 frame.checksum,
                 (stream.expires, stream.age, frame.chunk),
+                frame.layers,
             )
         )
 

@@ -144,6 +144,7 @@ class Driver:
         if self._bulk:
             self._bulk_handle = self._loop.call_soon(self._work)
         if isinstance(command, Stage):
+            self.core.staging(command)
             self._effects.stage(command)
         else:
             self._effects.move(command)

@@ -69,29 +69,34 @@ class Inbound:
             raise ProtocolError(f"stream {self.name}: a chunk after the source said that it was done")
         if frame.chunk != self.chunks:
             raise ProtocolError(f"stream {self.name}: chunk {frame.chunk} where {self.chunks} was due")
-        if frame.layer >= self.layers:
-            raise ProtocolError(f"stream {self.name}: layer {frame.layer} of {self.layers}")
-        if frame.first != self.expected[frame.layer] or not 0 < frame.count <= self.blocks - frame.first:
-            raise ProtocolError(
-                f"stream {self.name}: blocks {frame.first}+{frame.count} of layer {frame.layer} where"
-                f" {self.expected[frame.layer]} to {self.blocks} were due"
-            )
-        self.expected[frame.layer] += frame.count
+        layers = range(frame.layer, frame.layer + frame.layers)
+        if layers.stop > self.layers:
+            raise ProtocolError(f"stream {self.name}: layer {frame.layer}+{frame.layers} of {self.layers}")
+        for layer in layers:
+            if frame.first != self.expected[layer] or not 0 < frame.count <= self.blocks - frame.first:
+                raise ProtocolError(
+                    f"stream {self.name}: blocks {frame.first}+{frame.count} of layer {layer} where"
+                    f" {self.expected[layer]} to {self.blocks} were due"
+                )
+        for layer in layers:
+            self.expected[layer] += frame.count
         self.chunks += 1
         self.moving[frame.chunk] = frame
 
-    def moved(self, chunk: int) -> int | None:
-        """A chunk is in place. Returns the layer that it made whole, if any."""
+    def moved(self, chunk: int) -> list[int]:
+        """A chunk is in place. Returns the layers that it made whole."""
         frame = self.moving.pop(chunk)
         self.in_place.add(chunk)
         while self.confirmed in self.in_place:
             self.in_place.remove(self.confirmed)
             self.confirmed += 1
-        self.missing[frame.layer] -= frame.count
-        if self.missing[frame.layer] == 0:
-            self.arrived += 1
-            return frame.layer
-        return None
+        whole: list[int] = []
+        for layer in range(frame.layer, frame.layer + frame.layers):
+            self.missing[layer] -= frame.count
+            if self.missing[layer] == 0:
+                whole.append(layer)
+        self.arrived += len(whole)
+        return whole
 
     @property
     def whole(self) -> bool:

@@ -42,6 +42,7 @@ class Link:
     outgoing: bool
     slots: int
     slot_blocks: int
+    group_blocks: int
     free: list[int] = field(default_factory=list[int])
     outbound: dict[int, Outbound] = field(default_factory=dict[int, Outbound])
     inbound: dict[int, Inbound] = field(default_factory=dict[int, Inbound])
@@ -58,6 +59,8 @@ class Link:
     """Whether something was sent since the last beat."""
     dropping: bool = False
     waiting: list[tuple[float, int, int]] = field(default_factory=list[tuple[float, int, int]])
+    uncut: bool = True
+    """Whether no Stage waits for its turn. One at a time: what becomes ready before it is begun can join the next."""
 
     def __post_init__(self) -> None:
         self.free = list(range(self.slots - 1, -1, -1)) if self.outgoing else []

@@ -39,11 +39,12 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True)
 class Piece:
-    """Blocks [first, stop) of one layer, ready and not yet staged."""
+    """Blocks [first, stop) of `layers` layers from `layer` on, ready and not yet staged."""
 
     layer: int
     first: int
     stop: int
+    layers: int = 1
 
 
 @dataclass(slots=True)
@@ -150,13 +151,21 @@ class Outbound:
         for layer, done in enumerate(self.watermark):
             self._add(layer, 0, self._whole_blocks(done))
 
-    def cut(self, limit: int) -> tuple[int, Piece]:
-        """Number the next chunk: at most `limit` blocks off the front of what is pending."""
+    def cut(self, limit: int, group: int) -> tuple[int, Piece]:
+        """Number the next chunk: at most `limit` blocks off the front of what is pending. Layers that are ready for the
+        same blocks go together, up to `group` blocks in all."""
         piece = self.pending[0]
         stop = min(piece.stop, piece.first + limit)
         chunk = Piece(piece.layer, piece.first, stop)
         if stop == piece.stop:
             self.pending.popleft()
+            count = stop - chunk.first
+            while self.pending and (chunk.layers + 1) * count <= min(limit, group):
+                then = self.pending[0]
+                if (then.layer, then.first, then.stop) != (chunk.layer + chunk.layers, chunk.first, stop):
+                    break
+                self.pending.popleft()
+                chunk.layers += 1
         else:
             piece.first = stop
         number = self.chunks

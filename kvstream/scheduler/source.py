@@ -161,6 +161,10 @@ class Source:
 
     # ------------------------------------------------------------------ reports on Stage
 
+    def staging(self, link: Link) -> None:
+        link.uncut = True
+        self._stage(link)
+
     def staged(self, link: Link, command: Stage, generation: int, checksum: int) -> None:
         stream = self._staging(command)
         if stream is None:
@@ -176,6 +180,7 @@ class Source:
             command.slot,
             generation,
             checksum,
+            command.layers,
         )
         for ready in stream.announce():
             self._shared.transmit(link, ready)
@@ -292,10 +297,11 @@ class Source:
             self._shared.transmit(link, end)
 
     def _stage(self, link: Link) -> None:
-        """Give free slots to ready chunks, the most urgent stream first."""
-        while link.free and not link.dropping and (stream := link.next_waiting()) is not None:
+        """Give a free slot to the next chunk, of the most urgent stream."""
+        if link.uncut and link.free and not link.dropping and (stream := link.next_waiting()) is not None:
+            link.uncut = False
             slot = link.free.pop()
-            chunk, piece = stream.cut(link.slot_blocks)
+            chunk, piece = stream.cut(link.slot_blocks, link.group_blocks)
             self._shared.commands.append(
                 Stage(
                     link.id,
@@ -307,6 +313,7 @@ class Source:
                     piece.stop - piece.first,
                     slot,
                     (stream.urgency, stream.age, chunk),
+                    piece.layers,
                 )
             )
             link.enqueue(stream)

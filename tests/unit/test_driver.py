@@ -36,6 +36,7 @@ class Script:
         self.commands: deque[Command] = deque()
         self.due: float | None = None
         self.ticks: list[float] = []
+        self.begun: list[int] = []
         self.on_tick: Callable[[float], None] = lambda now: None
 
     def take(self) -> deque[Command]:
@@ -44,6 +45,9 @@ class Script:
 
     def next_timer(self) -> float | None:
         return self.due
+
+    def staging(self, command: Stage) -> None:
+        self.begun.append(command.stream)
 
     def tick(self, now: float) -> None:
         self.ticks.append(now)
@@ -211,6 +215,16 @@ async def test_bulk_is_done_one_a_turn_the_most_urgent_first(pump: Pump) -> None
     assert seen == [[("move", 2)], [("move", 4)], [("stage", 3)], [("stage", 1)]]
     await turn()
     assert pump.log() == []
+
+
+async def test_the_core_hears_of_a_gather_before_it_is_performed(pump: Pump) -> None:
+    begun: list[list[int]] = []
+    pump.effects.on = lambda entry: begun.append(list(pump.core.begun))
+    pump.give(stage(1, 1.0), stage(2, 2.0))
+    pump.driver.pump()
+    for _ in range(3):
+        await turn()
+    assert begun == [[1], [1, 2]]
 
 
 async def test_frames_and_timers_do_not_wait_behind_bulk(pump: Pump) -> None:

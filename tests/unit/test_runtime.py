@@ -26,6 +26,7 @@ from kvstream import (
     UnknownWorker,
     wire,
 )
+from kvstream.scheduler.commands import Move
 from tests.conftest import LAYOUT, Cluster, fill, kv_bytes
 
 SOURCE = [5, 2, 9, 30, 1]
@@ -76,6 +77,32 @@ async def test_a_stream_is_byte_exact_layer_by_layer(cluster: Cluster) -> None:
     assert (report.peer, report.epoch, report.lane) == ("decode-0/0", 1, "local")
     assert report.bytes == LAYOUT.layers * 5 * LAYOUT.block_bytes
     assert idle(source, destination)
+
+
+@pytest.mark.parametrize(("group_bytes", "chunks"), [(1, LAYOUT.layers), (1 << 20, 1)])
+async def test_a_short_prompt_takes_few_chunks(cluster: Cluster, group_bytes: int, chunks: int) -> None:
+    config = RuntimeConfig(group_bytes=group_bytes)
+    source = await cluster.worker("prefill-0", roles=("prefill",), config=config)
+    destination = await cluster.worker("decode-0")
+    fill(source.pool, 1)
+    moves: list[int] = []
+    streams = destination._streams
+    move = streams.move
+
+    def count(command: Move) -> None:
+        moves.append(command.layers)
+        move(command)
+
+    streams.move = count  # type: ignore[method-assign]
+    async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
+        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            await prefill(tx)
+        report = await rx.done()
+    for layer in range(LAYOUT.layers):
+        assert kv_bytes(destination.pool, layer, DESTINATION) == kv_bytes(source.pool, layer, SOURCE)
+    assert len(moves) == chunks
+    assert sum(moves) == LAYOUT.layers
+    assert report.bytes == LAYOUT.layers * 5 * LAYOUT.block_bytes
 
 
 async def test_other_blocks_of_the_destination_stay_as_they_were(cluster: Cluster) -> None:

@@ -53,7 +53,7 @@ CONFIG = RuntimeConfig(
 
 
 class Side:
-    """One core with a clock, and the commands that it gave."""
+    """One core with a clock, and the commands that it gave. Gathers are begun as soon as they are asked for."""
 
     def __init__(self, config: RuntimeConfig = CONFIG) -> None:
         self.core = Scheduler(config, layers=LAYERS, block_tokens=BLOCK_TOKENS)
@@ -61,8 +61,12 @@ class Side:
         self._commands: list[Command] = []
 
     def take(self) -> list[Command]:
-        commands = self._commands + list(self.core.take())
-        self._commands = []
+        commands, self._commands = self._commands, []
+        while more := self.core.take():
+            commands.extend(more)
+            for command in more:
+                if isinstance(command, Stage):
+                    self.core.staging(command)
         return commands
 
     def taken(self, kind: type[C]) -> list[C]:
@@ -79,8 +83,17 @@ class Side:
         """The frames given out since the last call, beats apart."""
         return [command.frame for command in self.taken(Transmit) if not isinstance(command.frame, wire.Beat)]
 
-    def up(self, link: int = 1, peer: str = "d", *, outgoing: bool = True, slots: int = SLOTS, blocks: int = 2) -> None:
-        self.core.link_up(self.now, link, peer, outgoing=outgoing, slots=slots, slot_blocks=blocks)
+    def up(
+        self,
+        link: int = 1,
+        peer: str = "d",
+        *,
+        outgoing: bool = True,
+        slots: int = SLOTS,
+        blocks: int = 2,
+        group: int = 0,
+    ) -> None:
+        self.core.link_up(self.now, link, peer, outgoing=outgoing, slots=slots, slot_blocks=blocks, group_blocks=group)
 
     def hear(self, frame: wire.Frame, link: int = 1) -> None:
         self.core.frame(self.now, link, frame)
@@ -147,8 +160,10 @@ class Side:
     def receive(self, name: str = "s", *, tokens: int = 8, first_token: int = 0, deadline: float = 10.0) -> int:
         return self.core.receive(self.now, name, tokens=tokens, first_token=first_token, deadline=deadline)
 
-    def announce(self, chunk: int, layer: int, first: int = 0, count: int = 2, *, slot: int = 0, num: int = 1) -> None:
-        self.hear(wire.Ready(num, 1, chunk, layer, first, count, slot, 7))
+    def announce(
+        self, chunk: int, layer: int, first: int = 0, count: int = 2, *, slot: int = 0, num: int = 1, layers: int = 1
+    ) -> None:
+        self.hear(wire.Ready(num, 1, chunk, layer, first, count, slot, 7, layers=layers))
 
     def move(self) -> list[Move]:
         moves = self.taken(Move)
@@ -392,6 +407,60 @@ def test_chunks_are_cut_to_slots_and_wait_for_free_ones(side: Side) -> None:
     side.hear(wire.Confirm(1, 1, 1))
     (third,) = side.taken(Stage)
     assert (third.chunk, third.first, third.count, third.slot) == (2, 4, 1, stages[0].slot)
+
+
+@pytest.mark.parametrize(("group", "shares"), [(0, [1, 1]), (3, [1, 1]), (4, [2]), (9, [2])])
+def test_layers_that_are_ready_together_share_a_chunk(side: Side, group: int, shares: list[int]) -> None:
+    side.up(blocks=4, group=group)
+    key = side.send()
+    side.all_ready(key)
+    side.hear(wire.Accept(1, 1))
+    side.sent()
+    stages = side.taken(Stage)
+    assert [command.layers for command in stages] == shares
+    for command in stages:
+        side.core.staged(side.now, command, 7)
+    ready = [frame for frame in side.sent() if isinstance(frame, wire.Ready)]
+    assert [(frame.layer, frame.layers, frame.first, frame.count) for frame in ready] == [
+        (sum(shares[:n]), share, 0, 2) for n, share in enumerate(shares)
+    ]
+    side.core.finish(side.now, key, b"")
+    assert side.sent() == [wire.End(1, 1, "done", chunks=len(shares))]
+
+
+def test_a_chunk_of_layers_is_no_larger_than_a_slot(side: Side) -> None:
+    side.up(blocks=3, group=4)
+    side.all_ready(side.send())
+    side.hear(wire.Accept(1, 1))
+    assert [command.layers for command in side.taken(Stage)] == [1, 1]
+
+
+def test_only_layers_in_sequence_with_the_same_blocks_share_a_chunk(side: Side) -> None:
+    side.up(blocks=4, group=4)
+    key = side.streaming()
+    side.ready(key, 1)
+    side.ready(key, 0)
+    assert [(command.layer, command.layers) for command in side.stage()] == [(1, 1), (0, 1)]
+    key = side.streaming("t", num=2)
+    side.ready(key, 0, 0, 4)
+    side.ready(key, 1, 0, 8)
+    assert not side.taken(Stage)  # both slots are taken
+    side.hear(wire.End(1, 1, "cancelled"))
+    assert [(command.layer, command.layers) for command in side.taken(Stage)] == [(0, 1), (1, 1)]
+
+
+def test_what_becomes_ready_before_a_gather_begins_joins_the_next(side: Side) -> None:
+    side.up(blocks=4, group=4)
+    key = side.streaming(tokens=4)
+    side.ready(key, 0, 0, 4)
+    (waiting,) = [command for command in side.core.take() if isinstance(command, Stage)]
+    side.ready(key, 1, 0, 4)
+    other = side.streaming("t", num=2, deadline=1.0)
+    side.all_ready(other)
+    assert not [command for command in side.core.take() if isinstance(command, Stage)]
+    side.core.staging(waiting)
+    (urgent,) = [command for command in side.core.take() if isinstance(command, Stage)]
+    assert (urgent.stream, urgent.layers) == (other, 2)
 
 
 def test_a_confirm_is_a_total_and_repeats_change_nothing(side: Side) -> None:
@@ -1106,6 +1175,16 @@ def test_a_read_that_fails_with_the_peer_leaves_the_end_to_the_loss_of_the_link(
     assert isinstance(side.one(Ended).error, PeerLost)
 
 
+def test_a_chunk_of_several_layers_arrives_as_all_of_them(side: Side) -> None:
+    key = side.receiving()
+    side.announce(0, 0, layers=2)
+    (move,) = side.move()
+    assert (move.layer, move.layers, move.first, move.count) == (0, 2, 0, 2)
+    assert side.taken(Arrived) == [Arrived(key, 0), Arrived(key, 1)]
+    side.hear(wire.End(1, 1, "done", chunks=1))
+    assert side.sent()[-1] == wire.End(1, 1, "done", chunks=1)
+
+
 def test_link_loss_ends_what_is_received_with_what_is_valid(side: Side) -> None:
     side.receiving()
     side.announce(0, 0)
@@ -1150,6 +1229,11 @@ def test_the_deadline_of_a_destination_is_the_earlier_of_both_sides(side: Side) 
     [
         pytest.param(lambda side: side.announce(1, 0), id="a chunk is missing"),
         pytest.param(lambda side: side.announce(0, LAYERS), id="no such layer"),
+        pytest.param(lambda side: side.announce(0, 1, layers=2), id="more layers than there are"),
+        pytest.param(lambda side: side.announce(0, 0, layers=2**32 - 1), id="absurdly many layers"),
+        pytest.param(
+            lambda side: [side.announce(0, 1, 0, 1), side.announce(1, 0, 0, 1, layers=2)], id="overlap in one of two"
+        ),
         pytest.param(lambda side: side.announce(0, 0, 1), id="a block is missing"),
         pytest.param(lambda side: side.announce(0, 0, 0, 3), id="more blocks than there are"),
         pytest.param(lambda side: side.announce(0, 0, 0, 0), id="no block"),

@@ -65,7 +65,7 @@ class Slot:
     stream: int = 0
     num: int = 0
     chunk: int = 0
-    content: tuple[str, int, int, int] = ("", 0, 0, 0)
+    content: tuple[str, int, int, int, int] = ("", 0, 0, 0, 0)
     readers: int = 0
 
 
@@ -254,7 +254,11 @@ class Node:
         slot.state = "gathering"
         slot.generation += 1
         slot.stream, slot.chunk = command.stream, command.chunk
-        slot.content = (truth.name, command.layer, command.first, command.count)
+        slot.content = (truth.name, command.layer, command.layers, command.first, command.count)
+
+        def begin() -> None:
+            self.core.staging(command)
+            self.later(report)
 
         def report() -> None:
             if conn.link_of(self) not in self.links:
@@ -267,7 +271,7 @@ class Node:
                 slot.state = "gathered" if truth.end is None else "free"
                 self.core.staged(self.net.now, command, slot.generation)
 
-        self.later(report)
+        self.later(begin)
 
     def move(self, command: Move) -> None:
         truth = self.live(command.stream)
@@ -276,7 +280,7 @@ class Node:
         assert (command.link, truth.num) not in self.over, "a read after the stream's End was sent"
         slot = conn.slots[command.slot]
         assert slot.generation == command.generation, "a read of a slot that was given out again"
-        assert slot.content == (truth.name, command.layer, command.first, command.count)
+        assert slot.content == (truth.name, command.layer, command.layers, command.first, command.count)
         slot.readers += 1
         truth.moving += 1
 
@@ -292,9 +296,10 @@ class Node:
                 self.core.move_failed(self.net.now, command, Corrupted("bytes did not survive"))
                 return
             if truth.end is None:
-                for block in range(command.first, command.first + command.count):
-                    truth.delivered[command.layer, block] += 1
-                    assert truth.delivered[command.layer, block] == 1, "a block was moved twice"
+                for layer in range(command.layer, command.layer + command.layers):
+                    for block in range(command.first, command.first + command.count):
+                        truth.delivered[layer, block] += 1
+                        assert truth.delivered[layer, block] == 1, "a block was moved twice"
             self.core.moved(self.net.now, command)
 
         if not self.net.chance(0.003 * self.net.trouble):  # else it never completes, as a read of a dead path may
@@ -374,7 +379,7 @@ class Net:
             error = PeerLost(f"{peer} can't be reached")
             node.later(lambda: node.core.link_failed(self.now, peer, error), self.delay() * 5)
             return
-        slots, slot_blocks = self.rng.randint(1, CONFIG.slots), self.rng.randint(1, 3)
+        slots, blocks, group = self.rng.randint(1, CONFIG.slots), self.rng.randint(1, 3), self.rng.randint(0, 6)
         self.count += 2
         conn = Wire(node, other, self.count, self.count - 1, [Slot() for _ in range(slots)], {"a": 0, "b": 0, "c": 0})
         self.wires.append(conn)
@@ -382,7 +387,15 @@ class Net:
         def up(side: Node, peer: str) -> None:
             link = conn.link_of(side)
             side.links[link] = conn
-            side.core.link_up(self.now, link, peer, outgoing=side is conn.source, slots=slots, slot_blocks=slot_blocks)
+            side.core.link_up(
+                self.now,
+                link,
+                peer,
+                outgoing=side is conn.source,
+                slots=slots,
+                slot_blocks=blocks,
+                group_blocks=group,
+            )
 
         def welcome() -> None:
             up(other, node.name)
