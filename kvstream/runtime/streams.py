@@ -107,7 +107,8 @@ class Streams:
             metadata=metadata,
         )
         self._sessions[session.key] = session
-        self.driver.pump()
+        # Not at once: a send wakes the peer, which may cost this thread its core.
+        self.driver.pump_soon()
 
     def open_receive(self, session: ReceiveStream, first_token: int, deadline: float) -> None:
         self._claim(session, first_token)

@@ -59,6 +59,7 @@ class Driver:
         self._bulk: list[tuple[tuple[float, int, int], int, Stage | Move]] = []
         self._bulk_handle: asyncio.Handle | None = None
         self._bulk_count = 0
+        self._pump_handle: asyncio.Handle | None = None
         self._pumping = False
         self._stopped = False
 
@@ -87,6 +88,16 @@ class Driver:
             if not finished:
                 self._loop.call_soon(self.pump)
             self._rearm()
+
+    def pump_soon(self) -> None:
+        """Pump in the next turn of the loop: for a call that should cost its caller no system call, and whose frames
+        then share messages with those of others."""
+        if self._pump_handle is None:
+            self._pump_handle = self._loop.call_soon(self._pump_due)
+
+    def _pump_due(self) -> None:
+        self._pump_handle = None
+        self.pump()
 
     def stop(self) -> None:
         """No timer and no bulk work from now on. Idempotent."""

@@ -217,6 +217,22 @@ async def test_bulk_is_done_one_a_turn_the_most_urgent_first(pump: Pump) -> None
     assert pump.log() == []
 
 
+async def test_a_deferred_pump_takes_what_came_until_then_in_one_message(pump: Pump) -> None:
+    pump.give(say(1))
+    pump.driver.pump_soon()
+    pump.give(say(2))
+    pump.driver.pump_soon()
+    assert pump.log() == []
+    await turn()
+    assert pump.log() == [("transmit", 1, [1, 2])]
+    pump.driver.pump_soon()
+    pump.give(say(3))
+    pump.driver.pump()
+    assert pump.log() == [("transmit", 1, [3])]
+    await turn()
+    assert pump.log() == []
+
+
 async def test_the_core_hears_of_a_gather_before_it_is_performed(pump: Pump) -> None:
     begun: list[list[int]] = []
     pump.effects.on = lambda entry: begun.append(list(pump.core.begun))
