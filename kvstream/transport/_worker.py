@@ -17,7 +17,7 @@ from typing import Any
 from kvstream.errors import ConfigError, PeerLost
 from kvstream.transport import _ucp
 from kvstream.transport._progress import Pump
-from kvstream.transport.base import MAX_MESSAGE, ByteView
+from kvstream.transport.base import MAX_MESSAGE, Slab
 
 __all__ = ["Endpoint", "Region", "UcpWorker"]
 
@@ -142,10 +142,10 @@ class _State:
 class Region:
     """Memory registered with one worker's context. `unregister` once every operation on it has its final status."""
 
-    def __init__(self, state: _State, memory: ByteView) -> None:
+    def __init__(self, state: _State, memory: Slab) -> None:
         self._state = state
-        self.address = int(memory.ctypes.data)
-        self._keep: ByteView | None = memory
+        self.address = memory.address
+        self._keep: object = memory.owner
         status, self._handle = state.ucp.map_memory(state.context, self.address, memory.nbytes)
         if status != _ucp.OK:
             raise ConfigError("staging", f"UCX can't register {memory.nbytes} bytes: {state.ucp.error(status)}")
@@ -321,7 +321,7 @@ class UcpWorker:
             raise PeerLost(f"{host}:{port} can't be reached: {self.error(status)}")
         return Endpoint(self, state, handle, f"{host}:{port}")
 
-    def register(self, memory: ByteView) -> Region:
+    def register(self, memory: Slab) -> Region:
         return Region(self._state, memory)
 
     def close(self) -> None:
