@@ -23,7 +23,7 @@ from kvstream.transport import _ucp
 from kvstream.transport._worker import Endpoint
 from kvstream.transport.base import ByteView, Lent
 
-__all__ = ["MAX_KEYS_BYTES", "MAX_KEY_BYTES", "Exports", "Get", "KeyedSlab", "Loan", "Reads", "parse", "plan"]
+__all__ = ["MAX_KEYS_BYTES", "MAX_KEY_BYTES", "Exports", "Get", "KeyedSlab", "Loan", "Reads", "Shelf", "plan"]
 
 Addresses = npt.NDArray[np.uint64]
 
@@ -37,8 +37,8 @@ _KEY = struct.Struct("<QQQ")
 MAX_KEYS_BYTES = _MAX_SLABS * (_KEY.size + MAX_KEY_BYTES)
 """The most that the keys of one loan take: a chunk is of one layer, so K and V make two slabs."""
 
-_IN_FLIGHT = 64
-"""Gets of one loan that are under way, and posted in one turn of the loop: 64 take 0.3 ms to post."""
+_BATCH = 64
+"""Gets of one loan that are posted in one turn of the loop, and under way at a time."""
 
 
 class KeyedSlab(NamedTuple):
@@ -80,20 +80,23 @@ class Loan(Lent):
     keys: Addresses
 
 
-def parse(table: ByteView, keys_bytes: int, run_bytes: int, slot: int, unpack: Callable[[bytes], int]) -> Loan:
-    """A table as its source wrote it, `keys_bytes` of keys first. `unpack` turns a packed key into one for gets.
+class Shelf:
+    """The slabs that the keys of a table name, with keys that are unpacked for one endpoint."""
 
-    Raises ProtocolError when it is garbage or names runs outside of its slabs; what `unpack` raises passes through.
-    """
-    slabs = sorted(_entries(table[:keys_bytes].tobytes()))
-    addresses = table[keys_bytes:].view(np.uint64).copy()
-    starts = np.array([slab.address for slab in slabs], np.uint64)
-    ends = np.array([slab.address + slab.nbytes for slab in slabs], np.uint64)
-    index = _slab_of(starts, ends, addresses, run_bytes)
-    if index is None:
-        raise ProtocolError(f"slot {slot} lends {len(addresses)} runs that are not all within the memory it names")
-    keys = np.array([unpack(slab.rkey) for slab in slabs], np.uint64)
-    return Loan(addresses, run_bytes, slot, keys[index])
+    def __init__(self, keys: bytes, unpack: Callable[[bytes], int]) -> None:
+        """`keys` as `Exports.keys` has made them; `unpack` turns a packed key into one for gets. Raises ProtocolError
+        when they are garbage; what `unpack` raises passes through."""
+        slabs = sorted(_entries(keys))
+        self._starts = np.array([slab.address for slab in slabs], np.uint64)
+        self._ends = np.array([slab.address + slab.nbytes for slab in slabs], np.uint64)
+        self._keys = np.array([unpack(slab.rkey) for slab in slabs], np.uint64)
+
+    def loan(self, addresses: Addresses, run_bytes: int, slot: int) -> Loan:
+        """Raises ProtocolError when a run is not within the slabs."""
+        index = _slab_of(self._starts, self._ends, addresses, run_bytes)
+        if index is None:
+            raise ProtocolError(f"slot {slot} lends {len(addresses)} runs that are not all within the memory it names")
+        return Loan(addresses, run_bytes, slot, self._keys[index])
 
 
 def _entries(raw: bytes) -> list[KeyedSlab]:
@@ -157,46 +160,30 @@ def _cut(addresses: Addresses, run: int, shorter: int) -> Addresses:
 
 
 class Reads:
-    """Gets on one endpoint, a bounded number at a time. `done` is called once with the first status that was not OK,
-    or OK, when all have their final status; when the endpoint closes, those that are not posted yet never are."""
+    """Gets on one endpoint, a batch in a turn of the loop. `done` is called once, when every one that was posted has
+    its final status: with OK, or the first that was not. Once the endpoint has closed no more are posted."""
 
     def __init__(self, endpoint: Endpoint, gets: Sequence[Get], done: Callable[[int], None]) -> None:
         self._endpoint = endpoint
         self._gets = gets
-        self._done = done
         self._next = 0
-        self._in_flight = 0
-        self._status = _ucp.OK
-        self._due = False
-        self._posting = False
+        self._done = done
 
     def post(self) -> None:
-        """Begin, and go on: at most once in a turn of the loop."""
-        self._due = False
-        self._posting = True
-        stop = min(len(self._gets), self._next + _IN_FLIGHT - self._in_flight)
-        while self._next < stop and self._status == _ucp.OK:
-            if not self._endpoint.open:
-                self._status = _ucp.CANCELED
-                break
-            local, nbytes, remote, key = self._gets[self._next]
-            self._next += 1
-            self._in_flight += 1
-            self._endpoint.get(local, nbytes, remote, key, self._ended)
-        self._posting = False
-        self._continue()
+        """Begin, and go on with the next batch."""
+        if self._next >= len(self._gets):
+            self._done(_ucp.OK)
+        elif not self._endpoint.open:
+            self._done(_ucp.CANCELED)
+        else:
+            batch = self._gets[self._next : self._next + _BATCH]
+            self._next += len(batch)
+            self._endpoint.get_all(batch, self._ended)
 
     def _ended(self, status: int) -> None:
-        self._in_flight -= 1
-        if self._status == _ucp.OK:
-            self._status = status
-        if not self._posting:
-            self._continue()
-
-    def _continue(self) -> None:
-        if self._status == _ucp.OK and self._next < len(self._gets):
-            if not self._due and self._in_flight < _IN_FLIGHT:
-                self._due = True
-                self._endpoint.worker.loop.call_soon(self.post)
-        elif not self._in_flight and not self._due:
-            self._done(self._status)
+        if status != _ucp.OK:
+            self._done(status)
+        elif self._next < len(self._gets):
+            self._endpoint.worker.loop.call_soon(self.post)
+        else:
+            self._done(status)

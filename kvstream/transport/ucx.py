@@ -27,7 +27,7 @@ from kvstream.errors import ConfigError, Corrupted, KVStreamError, PeerLost, Pro
 from kvstream.log import get_logger
 from kvstream.transport import _ucp
 from kvstream.transport._host import Interface, PeerMemory, has_rdma, host_id, read_process, resolve_interface
-from kvstream.transport._loans import MAX_KEY_BYTES, MAX_KEYS_BYTES, Exports, KeyedSlab, Loan, Reads, parse, plan
+from kvstream.transport._loans import MAX_KEY_BYTES, MAX_KEYS_BYTES, Exports, KeyedSlab, Loan, Reads, Shelf, plan
 from kvstream.transport._mailbox import Mailbox
 from kvstream.transport._probe import LaneReport, probe_lanes
 from kvstream.transport._slots import HEADER, NONCE_BYTES, MemoryFile, Slots, allocate, area_bytes, map_peer
@@ -57,8 +57,9 @@ _MAX_SLOT_BYTES = 1 << 30
 _TABLE_BYTES = 4096
 """How much of a slot is read at first where a loan is expected: most tables fit, and bytes on the way cost little."""
 
-_MAX_KEYS = 1024
-"""Remote keys of a peer's slabs that are kept unpacked on a connection."""
+_MAX_SHELVES = 1024
+"""Sets of slabs, with their remote keys unpacked, that a peer may lend out of on one connection: one for each layer,
+where layers are registered by themselves."""
 
 # Transports by which UCX reads another process's memory without that process: on one host, and between hosts.
 _HOST_READS = frozenset({"cma", "knem", "xpmem"})
@@ -136,7 +137,8 @@ class UcxConnection(Connection):
         self._remote_rkey = 0
         self._generation = 0
         self._moving: set[int] = set()
-        self._keys: dict[bytes, int] = {}
+        self._shelves: dict[bytes, Shelf] = {}
+        self._unpacked: dict[bytes, int] = {}
         self._expects_loan = True
         self._pending: set[asyncio.Future[int] | asyncio.Future[ByteView | Lent]] = set()
         self._fencing: asyncio.Task[None] | None = None
@@ -532,7 +534,11 @@ class UcxConnection(Connection):
             self._expects_loan = run > 0
             needed = own.lent_keys(slot) + 8 * (nbytes // run) if run and self.lends else nbytes
             if needed <= first:
-                got_all(status)
+                # A table of known slabs needs no second look at the header now: borrow takes one.
+                if run and self.lends and own.data(slot, own.lent_keys(slot)).tobytes() in self._shelves:
+                    ended(status)
+                else:
+                    got_all(status)
             elif needed > self.slot_bytes:
                 ended(status)
             else:
@@ -590,13 +596,19 @@ class UcxConnection(Connection):
 
         Reads(self._endpoint, plan(loan, local), got_bytes).post()
 
-    def _unpack_key(self, packed: bytes) -> int:
-        key = self._keys.get(packed)
+    def _shelf(self, keys: bytes) -> Shelf:
+        shelf = self._shelves.get(keys)
+        if shelf is None:
+            if len(self._shelves) == _MAX_SHELVES:
+                raise ProtocolError(f"{self.peer_address} lends out of more than {_MAX_SHELVES} sets of slabs")
+            shelf = self._shelves[keys] = Shelf(keys, self._unpack)
+        return shelf
+
+    def _unpack(self, packed: bytes) -> int:
+        key = self._unpacked.get(packed)
         if key is None:
-            if len(self._keys) == _MAX_KEYS:
-                raise ProtocolError(f"{self.peer_address} lends out of more than {_MAX_KEYS} registered slabs")
             try:
-                key = self._keys[packed] = self._endpoint.unpack_rkey(packed)
+                key = self._unpacked[packed] = self._endpoint.unpack_rkey(packed)
             except PeerLost as error:
                 raise ProtocolError(str(error)) from error
         return key
@@ -633,10 +645,13 @@ class UcxConnection(Connection):
         if run < MIN_LENT_RUN or count * run != nbytes or size > self.slot_bytes or keys % 8:
             raise ProtocolError(f"{self.peer_address}: {nbytes} bytes lent in runs of {run}, with {keys} bytes of keys")
         table = source.data(slot, size)
-        if self.lane == "get":
-            return parse(table, keys, run, slot, self._unpack_key)
-        # A copy: the slot is the peer's memory.
-        return Lent(table[keys:].view(np.uint64).copy(), run)
+        # A copy: the slot is the peer's memory, or is read into again.
+        addresses = table[keys:].view(np.uint64).copy()
+        return (
+            self._shelf(table[:keys].tobytes()).loan(addresses, run, slot)
+            if self.lane == "get"
+            else Lent(addresses, run)
+        )
 
     def check(self, slot: int, generation: int) -> bool:
         source = self._own if self.lane == "get" else self._seen
