@@ -217,6 +217,11 @@ class Spans:
         """Where the runs of the blocks `ids` (n,) are, in wire order: shape (n * parts,)."""
         return (ids.astype(np.uint64)[:, None] * self.steps + self.bases).ravel()
 
+    def extents(self, blocks: int) -> list[tuple[int, int]]:
+        """For each part: its first byte in any of `blocks` blocks, and one past its last."""
+        ends = self.bases + self.steps * np.uint64(blocks - 1) + np.uint64(self.nbytes)
+        return list(zip(self.bases.tolist(), ends.tolist(), strict=True))
+
 
 class LayerMemory(Protocol):
     """The KV blocks of one layer, as bytes. Ids and shapes are the caller's responsibility."""

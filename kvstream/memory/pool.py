@@ -188,6 +188,20 @@ class KVPool:
             return None
         return spans.addresses(self._check_ids(block_ids)), spans.nbytes
 
+    @property
+    def slabs(self) -> list[tuple[int, int]]:
+        """The host memory within which `addresses` are, as (address, bytes) of each stretch: disjoint, ascending. For
+        who registers it as a whole; the pool keeps it alive. A stretch may hold bytes that are no block's."""
+        stretches: list[tuple[int, int]] = []
+        for low, high in sorted(
+            extent for layer in self._layers if layer.spans is not None for extent in layer.spans.extents(self.blocks)
+        ):
+            if stretches and low <= stretches[-1][1]:
+                stretches[-1] = (stretches[-1][0], max(stretches[-1][1], high))
+            else:
+                stretches.append((low, high))
+        return [(low, high - low) for low, high in stretches]
+
     def check_blocks(self, ids: BlockIds, field: str = "blocks") -> npt.NDArray[np.intp]:
         """A caller's block table, validated once so that it can be trusted to be sane: a read-only copy, shape (n,).
 

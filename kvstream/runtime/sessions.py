@@ -84,7 +84,11 @@ class _Stream:
         return self._end is not None
 
     def cancel(self, reason: str = "cancelled by its user") -> None:
-        """End the stream now; the other side is told. Nothing happens to one that has ended. On the loop's thread."""
+        """End the stream now; the other side is told. Nothing happens to one that has ended. On the loop's thread.
+
+        A receiving stream has `ended` only when nothing is on its way into its blocks any more: nearly always at once,
+        else within RuntimeConfig.end_wait. Until then, or until its context is left, the blocks are the stream's.
+        """
         self._check_open("cancel")
         self._streams.cancel(self.key, reason)
 
@@ -302,12 +306,26 @@ class ReceiveStream(_Stream):
             return
         if error is not None or self._upto < len(self._arrived):
             self.cancel("left before its end" if error is None else f"its user failed: {type(error).__name__}")
+            await self._until_ended()
             return
         try:
             await self._report()
         finally:
             if not self.ended:
                 self.cancel("its user was cancelled while it waited for the end")
+                await self._until_ended()
+
+    async def _until_ended(self) -> None:
+        """Also when cancelled, which takes effect afterwards: who has left the context may use the blocks for something
+        else, so nothing may be on its way into them. Streams bounds it."""
+        cancelled: asyncio.CancelledError | None = None
+        while not self.ended:
+            try:
+                await self._ended.wait()
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
 
     @property
     def payload(self) -> Any:

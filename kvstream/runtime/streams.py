@@ -1,8 +1,10 @@
 """The streams of one runtime: where scheduler, pool, connections and the user's sessions meet.
 
 It performs the scheduler's commands (gathers into slots, scatters out of them, tells the sessions) and turns the users'
-calls into the scheduler's events. Memory of the pool is read and written here only, synchronously, and only for a
-stream that is live at that moment: that is why blocks are free the instant a stream has ended.
+calls into the scheduler's events. Memory of the pool is read and written from here only, for a stream that is live at
+that moment. It is written synchronously, with one exception: a connection may read what is lent straight into the
+blocks, by operations that outlast a call. So the promise is this: blocks are free the instant that a stream's user has
+been told of its end, and a user is never told before every operation on the stream's blocks has its final status.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstream.config import RuntimeConfig
-from kvstream.errors import Cancelled, ConfigError, Corrupted, KVStreamError, ProtocolError, Recalled, Refused
+from kvstream.errors import Cancelled, ConfigError, Corrupted, KVStreamError, PeerLost, ProtocolError, Recalled, Refused
 from kvstream.log import get_logger
 from kvstream.memory import KVPool
 from kvstream.runtime.checks import whole
@@ -33,6 +36,17 @@ from kvstream.wire import Frame
 __all__ = ["OfferHandler", "Streams"]
 
 OfferHandler = Callable[[Offer], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class _Writing:
+    """Operations under way into the blocks of one inbound stream."""
+
+    link: int
+    count: int = 0
+    end: Ended | None = None
+    """The stream's end, of which its user is told when the count is 0."""
+    limit: asyncio.TimerHandle | None = None
 
 
 class Streams:
@@ -52,7 +66,10 @@ class Streams:
         self._sessions: dict[int, SendStream | ReceiveStream] = {}
         self._written = np.zeros(pool.blocks, bool)
         """Blocks that a live inbound stream may write: two streams never share one."""
-        self._lends = pool.run_bytes >= config.lend_bytes and not config.checksums
+        self._writing: dict[int, _Writing] = {}
+        """By stream: what is being written into its blocks asynchronously."""
+        self._run_bytes = 0 if config.checksums else pool.run_bytes
+        """Bytes of the runs that may be lent: none with checksums, for which the source has to touch every byte."""
         self._handler: OfferHandler | None = None
         self._offer_tasks: dict[int, asyncio.Task[None]] = {}
         self._on_load_changed: Callable[[], None] | None = None
@@ -206,7 +223,7 @@ class Streams:
                 self._log.warning("an on_offer handler does not end, although it was cancelled", task=task.get_name())
         try:
             async with asyncio.timeout(wait):
-                while not self.core.idle:
+                while not self.core.idle or self._writing:
                     self._pumped.clear()
                     await self._pumped.wait()
         except TimeoutError:
@@ -226,10 +243,15 @@ class Streams:
     def chunk_blocks(self, connection: Connection) -> tuple[int, int]:
         """How many blocks of one layer make a chunk on this connection, as its source; and how many of several."""
         size = connection.slot_bytes
-        if connection.lends and self._lends:
-            size = max(size, min(self.config.lend_chunk, connection.slot_bytes // 8 * self.pool.run_bytes))
+        if self._lends(connection):
+            size = max(size, min(self.config.lend_chunk, connection.lent_runs * self._run_bytes))
         block = self.pool.layout.block_bytes
         return max(1, size // block), min(self.config.group_bytes, connection.slot_bytes) // block
+
+    def _lends(self, connection: Connection) -> bool:
+        """Whether blocks are lent on this connection: the peer can read them, and they are large enough."""
+        least = self.config.get_lend_bytes if connection.lane == "get" else self.config.lend_bytes
+        return connection.lends and self._run_bytes >= least
 
     def stage(self, command: Stage) -> None:
         now = self.driver.now()
@@ -260,9 +282,11 @@ class Streams:
             future.add_done_callback(lambda done: self._published(command, checksum, done))
 
     def _lend(self, session: SendStream | ReceiveStream, connection: Connection, command: Stage, ids: BlockIds) -> bool:
-        """Let the peer read the blocks where they are, if it can and they are large enough for that to pay."""
-        if not connection.lends or not self._lends or not isinstance(session, SendStream):
+        """Let the peer read the blocks where they are, if that can be and pays."""
+        if not self._lends(connection) or not isinstance(session, SendStream):
             return False
+        if command.layers > 1 and connection.lane == "get":
+            return False  # layers may be registered each by itself, and a loan names few slabs
         lent = self._runs(command, ids)
         if lent is None:
             return False
@@ -303,37 +327,52 @@ class Streams:
             future.add_done_callback(lambda done: self._taken(command, done))
 
     def _taken(self, command: Move, future: asyncio.Future[ByteView | Lent]) -> None:
-        now = self.driver.now()
         error = _failure(future)
-        if error is None:
-            error = self._land(command, future.result())
+        live = self._live(command)
+        if error is None and live is not None:
+            session, connection = live
+            ids = session.ids[command.first : command.first + command.count]
+            taken = future.result()
+            try:
+                if isinstance(taken, Lent):
+                    self._borrow(connection, command, ids, taken)
+                    return
+                error = self._land(connection, command, ids, taken)
+            except KVStreamError as failure:
+                error = failure
+        self._moved(command, error)
+
+    def _moved(self, command: Move, error: KVStreamError | None) -> None:
+        now = self.driver.now()
         if error is None:
             self.core.moved(now, command)
         else:
             self.core.move_failed(now, command, error)
         self.driver.pump()
 
-    def _land(self, command: Move, taken: ByteView | Lent) -> KVStreamError | None:
-        """Bring a chunk into the stream's blocks, unless the stream has ended meanwhile."""
+    def _live(self, command: Move) -> tuple[ReceiveStream, Connection] | None:
+        """The stream of a chunk and its connection; None when it has ended meanwhile and its blocks are not ours."""
         session = self._sessions.get(command.stream)
         connection = self.links.connection(command.link)
-        if session is None or connection is None:
+        if connection is None or not isinstance(session, ReceiveStream):
             return None
-        ids = session.ids[command.first : command.first + command.count]
-        try:
-            if isinstance(taken, Lent):
-                self._borrow(connection, command, ids, taken)
-            elif command.checksum and _checksum(taken) != command.checksum:
-                return Corrupted(f"layer {command.layer}: the checksum of blocks {command.first} on does not match")
-            else:
-                self._unpack(command, ids, taken)
-        except KVStreamError as error:
-            return error
+        writing = self._writing.get(command.stream)
+        return None if writing is not None and writing.end is not None else (session, connection)
+
+    def _land(self, connection: Connection, command: Move, ids: BlockIds, taken: ByteView) -> KVStreamError | None:
+        """Scatter a chunk's bytes into the stream's blocks."""
+        if command.checksum and _checksum(taken) != command.checksum:
+            return Corrupted(f"layer {command.layer}: the checksum of blocks {command.first} on does not match")
+        self._unpack(command, ids, taken)
+        return self._landed(connection, command, taken.nbytes, lent=False)
+
+    def _landed(self, connection: Connection, command: Move, nbytes: int, *, lent: bool) -> KVStreamError | None:
+        """The bytes are in the blocks; whether they count."""
         if not connection.check(command.slot, command.generation):
-            if isinstance(taken, Lent):
+            if lent:
                 return Recalled(f"the source took back what it had lent by slot {command.slot}")
             return Corrupted(f"the source reused slot {command.slot} while it was being read")
-        session.moved_bytes += taken.nbytes
+        self._sessions[command.stream].moved_bytes += nbytes
         return None
 
     def _unpack(self, command: Move, ids: BlockIds, data: ByteView) -> None:
@@ -342,14 +381,47 @@ class Streams:
             self.pool.unpack(layer, ids, data[n * size : (n + 1) * size])
 
     def _borrow(self, connection: Connection, command: Move, ids: BlockIds, lent: Lent) -> None:
-        local = self._runs(command, ids)
-        if local is not None:
-            connection.borrow(lent, local)
+        """Have what is lent read into the stream's blocks, or into a buffer where these are in pieces or on a GPU."""
+        buffer, local = None, self._runs(command, ids)
+        if local is None:
+            buffer = np.empty(lent.nbytes, np.uint8)
+            local = Lent(np.array([buffer.ctypes.data], np.uint64), buffer.nbytes)
+        future = connection.borrow(lent, local)
+        if future.done():
+            self._borrowed(command, future, lent.nbytes, buffer)
             return
-        # Our own blocks are in pieces, or on a GPU: by way of a buffer.
-        buffer = np.empty(lent.nbytes, np.uint8)
-        connection.borrow(lent, Lent(np.array([buffer.ctypes.data], np.uint64), buffer.nbytes))
-        self._unpack(command, ids, buffer)
+        if buffer is None:
+            self._writing.setdefault(command.stream, _Writing(command.link)).count += 1
+        future.add_done_callback(lambda done: self._borrowed_later(command, done, lent.nbytes, buffer))
+
+    def _borrowed_later(
+        self, command: Move, future: asyncio.Future[None], nbytes: int, buffer: ByteView | None
+    ) -> None:
+        self._borrowed(command, future, nbytes, buffer)
+        if buffer is None:
+            writing = self._writing[command.stream]
+            writing.count -= 1
+            if not writing.count:
+                del self._writing[command.stream]
+                if writing.limit is not None:
+                    writing.limit.cancel()
+                if writing.end is not None:
+                    self._end(writing.end)
+                    self._pumped.set()
+
+    def _borrowed(self, command: Move, future: asyncio.Future[None], nbytes: int, buffer: ByteView | None) -> None:
+        error = _failure(future)
+        live = self._live(command)
+        if error is None and live is not None:
+            session, connection = live
+            try:
+                if buffer is not None:
+                    ids = session.ids[command.first : command.first + command.count]
+                    self._unpack(command, ids, buffer)
+                error = self._landed(connection, command, nbytes, lent=True)
+            except KVStreamError as failure:
+                error = failure
+        self._moved(command, error)
 
     def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended) -> None:
         if isinstance(command, Offered):
@@ -368,19 +440,31 @@ class Streams:
         elif isinstance(command, Arrived):
             if isinstance(session, ReceiveStream):
                 session.on_arrived(command.layer)
+        elif (writing := self._writing.get(command.stream)) is not None:
+            # Only the final status of what is under way gives the blocks back: if need be, by closing the connection.
+            writing.end = command
+            writing.limit = self._loop.call_later(self.config.end_wait, self._cut_off, writing.link)
         else:
-            del self._sessions[command.stream]
-            if isinstance(session, ReceiveStream):
-                self._unclaim(session)
-            else:
-                # Before the user hears of the end and may overwrite the blocks.
-                for (connection, slot), generation in session.lent.items():
-                    connection.recall(slot, generation)
-                session.lent.clear()
-            session.on_ended(command)
-            self._load_changed()
-            if command.error is not None:
-                self._log.info("stream ended", stream=session.stream, code=command.error.code, why=str(command.error))
+            self._end(command)
+
+    def _end(self, command: Ended) -> None:
+        """Tell the user of a stream that it has ended: from here on its blocks are the user's."""
+        session = self._sessions.pop(command.stream)
+        if isinstance(session, ReceiveStream):
+            self._unclaim(session)
+        else:
+            # Before the user hears of the end and may overwrite the blocks.
+            for (connection, slot), generation in session.lent.items():
+                connection.recall(slot, generation)
+            session.lent.clear()
+        session.on_ended(command)
+        self._load_changed()
+        if command.error is not None:
+            self._log.info("stream ended", stream=session.stream, code=command.error.code, why=str(command.error))
+
+    def _cut_off(self, link: int) -> None:
+        self.links.drop(link, PeerLost("reads into the blocks of a stream that has ended did not come to their end"))
+        self.driver.pump()
 
     def pumped(self) -> None:
         self._pumped.set()

@@ -2,8 +2,8 @@
 
 Owns the layout: each slot is a 64-byte header (nonce of the connection, generation of the content) with its bytes
 right behind, so that header and bytes travel in one operation. A slot may also stand for memory that is lent: then its
-bytes are the addresses of the runs, and the header says how long a run is. It must never unmap memory somebody still
-looks at: memory goes when the last array on it does.
+bytes are the remote keys of that memory, if the lane needs any, and the addresses of the runs; the header says how long
+a run is. It must never unmap memory somebody still looks at: memory goes when the last array on it does.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def area_bytes(slots: int, slot_bytes: int) -> int:
 
 class Slots:
     """`slots` slots of `slot_bytes` in `memory` (at least `area_bytes` long; may be read-only: then only `data` of
-    it, `holds` and `lent_run` make sense). The header words of a slot are (nonce, nonce, generation, bytes of a lent
-    run or 0); generation 0 is no content.
+    it, `holds`, `lent_run` and `lent_keys` make sense). The header words of a slot are (nonce, nonce, generation, bytes
+    of a lent run or 0, bytes of the remote keys before the addresses); generation 0 is no content.
     """
 
     __slots__ = ("_headers", "_nonce", "_rows", "address", "memory", "slot_bytes", "stride")
@@ -48,7 +48,7 @@ class Slots:
         self.stride = _stride(slot_bytes)
         self.address = int(memory.ctypes.data)
         self._rows: ByteView = memory[: slots * self.stride].reshape(slots, self.stride)
-        self._headers: npt.NDArray[np.uint64] = self._rows[:, :32].view(np.uint64)
+        self._headers: npt.NDArray[np.uint64] = self._rows[:, :40].view(np.uint64)
         self._nonce: list[int] = np.frombuffer(nonce, np.uint64).tolist()
 
     def data(self, slot: int, nbytes: int) -> ByteView:
@@ -58,16 +58,21 @@ class Slots:
         """Where the slot's header begins, in bytes from the start of the memory."""
         return slot * self.stride
 
-    def stamp(self, slot: int, generation: int, lent_run: int = 0) -> None:
+    def stamp(self, slot: int, generation: int, lent_run: int = 0, lent_keys: int = 0) -> None:
         """Say what the slot holds. The generation goes last: a reader that sees it sees the rest."""
         header = self._headers[slot]
         header[:2] = self._nonce
         header[3] = lent_run
+        header[4] = lent_keys
         header[2] = generation
 
     def lent_run(self, slot: int) -> int:
         """Bytes of each run whose addresses the slot holds; 0: it holds the bytes themselves."""
         return int(self._headers[slot, 3])
+
+    def lent_keys(self, slot: int) -> int:
+        """Bytes of the remote keys that come before the addresses."""
+        return int(self._headers[slot, 4])
 
     def clear(self, slot: int) -> None:
         self._headers[slot, 2] = 0

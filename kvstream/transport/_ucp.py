@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -398,6 +398,22 @@ class Ucp:
     ) -> tuple[int, int]:
         params.plain.user_data = key
         return _posted(self._get(endpoint, local, nbytes, remote, rkey, params.plain))
+
+    def get_all(
+        self, endpoint: int, gets: Iterable[tuple[int, int, int, int]], params: RequestParams, key: int
+    ) -> tuple[int, int]:
+        """Post gets, each (local, nbytes, remote, rkey), under one key. Returns (status, how many are in progress): OK,
+        or the first one's that failed at once, after which no more are posted."""
+        params.plain.user_data = key
+        post, plain = self._get, byref(params.plain)
+        pending = 0
+        for local, nbytes, remote, rkey in gets:
+            status = _posted(post(endpoint, local, nbytes, remote, rkey, plain))[0]
+            if status == IN_PROGRESS:
+                pending += 1
+            elif status != OK:
+                return status, pending
+        return OK, pending
 
     def flush(self, endpoint: int, params: RequestParams, key: int) -> tuple[int, int]:
         params.plain.user_data = key

@@ -11,13 +11,13 @@ import asyncio
 import ctypes
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvstream.errors import ConfigError, PeerLost
 from kvstream.transport import _ucp
 from kvstream.transport._progress import Pump
-from kvstream.transport.base import MAX_MESSAGE, ByteView
+from kvstream.transport.base import MAX_MESSAGE, Slab
 
 __all__ = ["Endpoint", "Region", "UcpWorker"]
 
@@ -29,12 +29,16 @@ _SHUTDOWN_STEPS = 1000
 
 
 class _Operation:
-    __slots__ = ("done", "endpoint", "keep")
+    """What was posted under one key: one request, or several that count as one."""
+
+    __slots__ = ("done", "endpoint", "keep", "left", "status")
 
     def __init__(self, endpoint: Endpoint, done: Callable[[int], None], keep: object) -> None:
         self.endpoint = endpoint
         self.done = done
         self.keep = keep  # what has to stay alive until the final status
+        self.left = 1
+        self.status = _ucp.OK
 
 
 class _State:
@@ -134,18 +138,23 @@ class _State:
             self.end(key, status)
 
     def end(self, key: int, status: int) -> None:
-        operation = self.operations.pop(key)
-        operation.endpoint.operation_ended()
-        operation.done(status)
+        operation = self.operations[key]
+        operation.left -= 1
+        if operation.status == _ucp.OK:
+            operation.status = status
+        if operation.left <= 0:
+            del self.operations[key]
+            operation.endpoint.operation_ended()
+            operation.done(operation.status)
 
 
 class Region:
     """Memory registered with one worker's context. `unregister` once every operation on it has its final status."""
 
-    def __init__(self, state: _State, memory: ByteView) -> None:
+    def __init__(self, state: _State, memory: Slab) -> None:
         self._state = state
-        self.address = int(memory.ctypes.data)
-        self._keep: ByteView | None = memory
+        self.address = memory.address
+        self._keep: object = memory.owner
         status, self._handle = state.ucp.map_memory(state.context, self.address, memory.nbytes)
         if status != _ucp.OK:
             raise ConfigError("staging", f"UCX can't register {memory.nbytes} bytes: {state.ucp.error(status)}")
@@ -218,6 +227,17 @@ class Endpoint:
     def get(self, local: int, nbytes: int, remote: int, rkey: int, done: Callable[[int], None]) -> None:
         key = self._begin(done, None)
         self._posted(key, *self._state.ucp.get(self._handle, local, nbytes, remote, rkey, self._state.params, key))
+
+    def get_all(self, gets: Iterable[tuple[int, int, int, int]], done: Callable[[int], None]) -> None:
+        """Several gets, each (local, nbytes, remote, rkey), with one `done`: OK, or the first other status, when all of
+        them have their final one. After one that fails at once the rest is not posted."""
+        key = self._begin(done, None)
+        operation = self._state.operations[key]
+        status, operation.left = self._state.ucp.get_all(self._handle, gets, self._state.params, key)
+        self.worker.kick()
+        if status != _ucp.OK or not operation.left:
+            operation.left += 1
+            self._state.end(key, status)
 
     def flush(self, done: Callable[[int], None]) -> None:
         """What was posted before is at the peer once `done` is called with OK."""
@@ -321,7 +341,7 @@ class UcpWorker:
             raise PeerLost(f"{host}:{port} can't be reached: {self.error(status)}")
         return Endpoint(self, state, handle, f"{host}:{port}")
 
-    def register(self, memory: ByteView) -> Region:
+    def register(self, memory: Slab) -> Region:
         return Region(self._state, memory)
 
     def close(self) -> None:
@@ -331,7 +351,8 @@ class UcpWorker:
         self._pump.close()
         self._state.complete()
         self._finalizer()
-        for key in tuple(self._state.operations):
+        for key, operation in tuple(self._state.operations.items()):
+            operation.left = 1
             self._state.end(key, _ucp.CANCELED)
 
     def _settle(self) -> None:

@@ -4,7 +4,8 @@ A connection carries data one way: the side that dialed is the *source*, the sid
 *destination*; control messages go both ways. A transport moves bytes between *slots* (fixed-size staging
 buffers that belong to one connection) and knows nothing of streams, layers or pools: the runtime gathers KV
 blocks into a slot on the source and scatters them out of a slot on the destination, so that the memory of the
-user's pool is never in the hands of an asynchronous operation.
+user's pool is not in the hands of an asynchronous operation. The one exception is `borrow`, which may be one: its
+future says when the memory is the caller's again.
 
 Life of a slot (the source keeps the account of which of its slots are free):
 
@@ -13,6 +14,12 @@ Life of a slot (the source keeps the account of which of its slots are free):
     destination:  view = await take(slot, generation, nbytes); scatter from view; check(slot, generation)
                   (the runtime confirms, the source may reuse the slot)
 
+or, where the connection `lends`, without a copy on the source:
+
+    source:       generation = lend(slot, runs of its own memory), which it may `recall`
+    destination:  lent = await take(slot, generation, nbytes); await borrow(lent, runs of its own memory);
+                  check(slot, generation)
+
 `tests/contract/transport_suite.py` is this text as tests; every transport and every lane passes it.
 """
 
@@ -20,7 +27,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -36,6 +44,7 @@ __all__ = [
     "Lane",
     "Lent",
     "ListenAddress",
+    "Slab",
     "StagingBudget",
     "Transport",
 ]
@@ -56,9 +65,18 @@ MIN_LENT_RUN = 64
 """Shortest run of bytes that is lent: below it the list of addresses outweighs the bytes."""
 
 
-class Lent(NamedTuple):
-    """Bytes that a source has not gathered, but lends where they are: runs of `run_bytes` at `addresses` (uint64) in
-    its memory. Only for connections that can read the peer (`Connection.lends`)."""
+class Slab(NamedTuple):
+    """Memory that may be lent: `nbytes` at `address`, host's or a device's, alive for as long as `owner` is."""
+
+    address: int
+    nbytes: int
+    owner: object
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Bytes that a source has not gathered, but lends where they are: runs of `run_bytes` at `addresses` (uint64, shape
+    (n,)) in its memory. Only for connections that can read the peer (`Connection.lends`)."""
 
     addresses: npt.NDArray[np.uint64]
     run_bytes: int
@@ -132,6 +150,8 @@ class Connection(ABC):
     lends: bool = False
     """Whether the destination can read the source's memory by address, proven when the lane was agreed on: then the
     source may `lend` runs of bytes in place of gathering them into a slot. Set with the lane."""
+    lent_runs: int = 0
+    """The most runs that one slot can lend; 0 where `lends` is False. Set with the lane."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -187,8 +207,9 @@ class Connection(ABC):
         """
 
     def lend(self, slot: int, lent: Lent) -> int:
-        """Source, where `lends`: publish runs of its own memory by way of a slot; the generation. The memory has to
-        stay as it is until the slot is confirmed or recalled."""
+        """Source, where `lends`: publish runs of its own memory by way of a slot; the generation. At most `lent_runs`
+        of them, on the lane `get` within memory that was exposed (`Transport.expose`), else ValueError. The memory has
+        to stay as it is until the slot is confirmed or recalled."""
         raise RuntimeError(f"this connection does not lend: {self.lane}, slot {slot}, {lent.nbytes} bytes")
 
     def recall(self, slot: int, generation: int) -> None:
@@ -200,9 +221,15 @@ class Connection(ABC):
 
     # -- bytes, destination side
 
-    def borrow(self, lent: Lent, local: Lent) -> None:
+    def borrow(self, lent: Lent, local: Lent) -> asyncio.Future[None]:
         """Destination, where `lends`: copy what `take` returned as Lent to runs of the own memory (as many bytes in
-        all), inline. Raises Corrupted when it can't be read, PeerLost when the source's process has ended."""
+        all). Already done on return where the copy is made inline (shared).
+
+        Until the future is done the memory may be written, whatever becomes of the connection: `close` does not end
+        that, nor does cancelling the future, which must not be done. It is done when every operation has its final
+        status, of which the fence is the bound. Ends with Corrupted when the bytes can't be read, PeerLost when the
+        connection or the source's process has ended. What was borrowed counts only after `check`.
+        """
         raise RuntimeError(f"this connection does not lend: {lent.nbytes} bytes to {local.nbytes}")
 
     @abstractmethod
@@ -250,6 +277,11 @@ class Transport(ABC):
         `lanes` are those the caller will allow (it decides which of the peer's ports is dialed).
         Raises ConfigError when `address` listens on loopback only and is on another host. Cancellation leaves
         nothing behind. The caller sets the deadline (asyncio.timeout)."""
+
+    def expose(self, slabs: Sequence[Slab]) -> None:  # noqa: B027 - not every transport registers memory
+        """Memory out of which connections may `lend`, in addition to what was exposed before. It is registered as a
+        whole, once, when the first connection needs that, and stays so until `aclose`: its address range must not be
+        given to anything else meanwhile. Without it a lane that needs registered memory does not lend."""
 
     @abstractmethod
     async def aclose(self) -> None:

@@ -17,8 +17,8 @@ import errno
 import ipaddress
 import os
 import platform
-from collections.abc import Callable, Mapping
-from typing import Annotated, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ from kvstream.errors import ConfigError, Corrupted, KVStreamError, PeerLost, Pro
 from kvstream.log import get_logger
 from kvstream.transport import _ucp
 from kvstream.transport._host import Interface, PeerMemory, has_rdma, host_id, read_process, resolve_interface
+from kvstream.transport._loans import MAX_KEY_BYTES, MAX_KEYS_BYTES, Exports, KeyedSlab, Loan, Reads, Shelf, plan
 from kvstream.transport._mailbox import Mailbox
 from kvstream.transport._probe import LaneReport, probe_lanes
 from kvstream.transport._slots import HEADER, NONCE_BYTES, MemoryFile, Slots, allocate, area_bytes, map_peer
@@ -40,6 +41,7 @@ from kvstream.transport.base import (
     Lane,
     Lent,
     ListenAddress,
+    Slab,
     StagingBudget,
     Transport,
 )
@@ -52,22 +54,37 @@ _BACKLOG = 4096
 _MAX_SLOTS = 4096
 _MAX_SLOT_BYTES = 1 << 30
 
+_TABLE_BYTES = 4096
+"""How much of a slot is read at first where a loan is expected: most tables fit, and bytes on the way cost little."""
+
+_MAX_SHELVES = 1024
+"""Sets of slabs, with their remote keys unpacked, that a peer may lend out of on one connection: one for each layer,
+where layers are registered by themselves."""
+
 # Transports by which UCX reads another process's memory without that process: on one host, and between hosts.
 _HOST_READS = frozenset({"cma", "knem", "xpmem"})
 _NETWORK_READS = ("rc", "dc")
+
+_ORDERED = platform.machine() in ("x86_64", "AMD64")
+"""A recall is a store before the user's stores, and the check a load after the copy's loads. x86 keeps that order by
+itself; elsewhere it would take barriers that Python does not have, and nothing is lent."""
+
+_MAX_LOAN = 1 << 40
+"""Bytes that may be lent by one slot, before the slot's size and the length of a run say better."""
 
 _T = TypeVar("_T")
 _Count = Annotated[int, msgspec.Meta(ge=1, le=_MAX_SLOTS)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=_MAX_SLOT_BYTES)]
 _Word = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-_Key = Annotated[bytes, msgspec.Meta(max_length=1024)]
+_Key = Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 _log = get_logger("transport")
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True, tag="ucx-offer"):
-    """The source's staging: where another process of the host finds it, and how UCX reaches it (`get`)."""
+    """The source's staging: where another process of the host finds it, and how UCX reaches it (`get`); and whether the
+    source can lend on `get`."""
 
     lanes: tuple[Lane, ...]
     slots: _Count
@@ -78,6 +95,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True, tag="ucx-offer"):
     fd: _Word
     address: _Word
     rkey: _Key
+    lends: bool = False
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True, tag="ucx-answer"):
@@ -119,6 +137,9 @@ class UcxConnection(Connection):
         self._remote_rkey = 0
         self._generation = 0
         self._moving: set[int] = set()
+        self._shelves: dict[bytes, Shelf] = {}
+        self._unpacked: dict[bytes, int] = {}
+        self._expects_loan = True
         self._pending: set[asyncio.Future[int] | asyncio.Future[ByteView | Lent]] = set()
         self._fencing: asyncio.Task[None] | None = None
         self._quarantined = False
@@ -217,10 +238,11 @@ class UcxConnection(Connection):
         own.stamp(0, 0)
         rkey = b""
         if "get" in lanes:
-            self._region = self._endpoint.worker.register(file.memory)
+            self._region = self._endpoint.worker.register(_slab(file.memory))
             rkey = self._region.rkey
+        lends = "get" in lanes and _ORDERED and slot_bytes > MAX_KEYS_BYTES and self._owner.exports() is not None
         self._offered = _Offer(
-            lanes, slots, slot_bytes, nonce, self._owner.host_id, os.getpid(), file.fd, own.address, rkey
+            lanes, slots, slot_bytes, nonce, self._owner.host_id, os.getpid(), file.fd, own.address, rkey, lends
         )
         return msgspec.msgpack.encode(self._offered)
 
@@ -271,9 +293,7 @@ class UcxConnection(Connection):
 
     def _open_peer(self, offer: _Offer) -> PeerMemory | None:
         """The peer's memory for reads by address, if this process has the right to it."""
-        if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "pidfd_open"):
-            # A recall is a store before the user's stores, and the check a load after the copy's loads. x86 keeps
-            # that order by itself; elsewhere it would take barriers that Python does not have.
+        if not _ORDERED or not hasattr(os, "pidfd_open"):
             return None
         try:
             memory = PeerMemory(offer.pid)
@@ -312,7 +332,7 @@ class UcxConnection(Connection):
             self._return_budget()
             raise
         self._remote_address = offer.address
-        return _Answer("get", offer.nonce)
+        return _Answer("get", offer.nonce, lends=offer.lends and _ORDERED and offer.slot_bytes > MAX_KEYS_BYTES)
 
     def _accept_put(self, offer: _Offer) -> _Answer:
         self._take_budget(area_bytes(offer.slots, offer.slot_bytes))
@@ -326,7 +346,7 @@ class UcxConnection(Connection):
 
     def _own_slots(self, offer: _Offer) -> Region:
         memory = allocate(area_bytes(offer.slots, offer.slot_bytes))
-        region = self._region = self._endpoint.worker.register(memory)
+        region = self._region = self._endpoint.worker.register(_slab(memory))
         self._own = Slots(memory, offer.slots, offer.slot_bytes, offer.nonce)
         return region
 
@@ -337,6 +357,8 @@ class UcxConnection(Connection):
         self._check_open()
         if decoded.nonce != self._offered.nonce or decoded.lane not in self._offered.lanes:
             raise ProtocolError(f"{self.peer_address}: its lane answer is not one to our offer")
+        if decoded.lends and decoded.lane == "get" and not self._offered.lends:
+            raise ProtocolError(f"{self.peer_address}: its lane answer takes up loans that were not offered")
         if decoded.lane == "put":
             if not decoded.rkey or not decoded.address:
                 raise ProtocolError(f"{self.peer_address}: its lane answer does not say where to put")
@@ -346,9 +368,11 @@ class UcxConnection(Connection):
 
     def _set_lane(self, answer: _Answer, offer: _Offer) -> None:
         lane = self.lane = answer.lane
-        self.lends = answer.lends and lane == "shared"
         self.slots = offer.slots
         self.slot_bytes = offer.slot_bytes
+        self.lends = answer.lends and lane in ("shared", "get")
+        if self.lends:
+            self.lent_runs = (offer.slot_bytes - (MAX_KEYS_BYTES if lane == "get" else 0)) // 8
         _log.debug("lane opened", peer=self.peer_address, lane=lane, dialed=self.dialed, carriers=self.describe())
 
     def _take_budget(self, nbytes: int) -> None:
@@ -412,14 +436,22 @@ class UcxConnection(Connection):
 
     def lend(self, slot: int, lent: Lent) -> int:
         own = self._own_slot(slot)
-        table = lent.addresses.view(np.uint8)
-        if not self.lends or lent.run_bytes < MIN_LENT_RUN or table.nbytes > self.slot_bytes:
-            runs = f"{table.nbytes // 8} runs of {lent.run_bytes} bytes"
+        addresses = lent.addresses.view(np.uint8)
+        if not self.lends or lent.run_bytes < MIN_LENT_RUN or len(lent.addresses) > self.lent_runs:
+            runs = f"{len(lent.addresses)} runs of {lent.run_bytes} bytes"
             raise ValueError(f"lending {runs} by a slot of {self.slot_bytes} (lends: {self.lends})")
+        keys = addresses[:0]
+        if self.lane == "get":
+            exports = self._owner.exports()
+            if exports is None:
+                raise PeerLost("the transport is closed")
+            keys = exports.keys(lent)
         own.clear(slot)
-        own.data(slot, table.nbytes)[...] = table
+        table = own.data(slot, keys.nbytes + addresses.nbytes)
+        table[: keys.nbytes] = keys
+        table[keys.nbytes :] = addresses
         self._generation += 1
-        own.stamp(slot, self._generation, lent.run_bytes)
+        own.stamp(slot, self._generation, lent.run_bytes, keys.nbytes)
         return self._generation
 
     def recall(self, slot: int, generation: int) -> None:
@@ -438,9 +470,24 @@ class UcxConnection(Connection):
 
     # -- bytes, destination side
 
-    def borrow(self, lent: Lent, local: Lent) -> None:
-        if lent.nbytes != local.nbytes or max(lent.run_bytes, local.run_bytes) % min(lent.run_bytes, local.run_bytes):
-            raise Corrupted(f"{self.peer_address}: {lent} is lent, {local} is wanted")
+    def borrow(self, lent: Lent, local: Lent) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = self._loop.create_future()
+        longer, shorter = max(lent.run_bytes, local.run_bytes), min(lent.run_bytes, local.run_bytes)
+        if lent.nbytes != local.nbytes or longer % shorter:
+            theirs, ours = (f"{len(runs.addresses)} runs of {runs.run_bytes} bytes" for runs in (lent, local))
+            future.set_exception(Corrupted(f"{self.peer_address}: {theirs} are lent, {ours} are wanted"))
+        elif isinstance(lent, Loan):
+            self._read_loan(future, lent, local)
+        else:
+            try:
+                self._copy_loan(lent, local)
+            except KVStreamError as error:
+                _fail_quietly(future, error)
+            else:
+                future.set_result(None)
+        return future
+
+    def _copy_loan(self, lent: Lent, local: Lent) -> None:
         memory = self._peer_memory
         try:
             if memory is None:
@@ -459,10 +506,8 @@ class UcxConnection(Connection):
             _fail_quietly(future, PeerLost(str(self._mailbox.error)))
         elif self.dialed or not 0 <= slot < self.slots:
             future.set_exception(ProtocolError(f"{self.peer_address}: slot {slot} of {self.slots}"))
-        elif self._peer_memory is not None and self._seen is not None and (run := self._seen.lent_run(slot)):
-            self._finish_loan(future, self._seen, slot, generation, nbytes, run)
-        elif not 0 <= nbytes <= self.slot_bytes:
-            future.set_exception(ProtocolError(f"{self.peer_address}: slot {slot} with {nbytes} bytes is out of range"))
+        elif not 0 <= nbytes <= (_MAX_LOAN if self.lends else self.slot_bytes):
+            future.set_exception(self._out_of_range(slot, nbytes))
         elif self.lane == "get":
             self._get(future, slot, generation, nbytes)
         else:
@@ -472,16 +517,37 @@ class UcxConnection(Connection):
     def _get(self, future: asyncio.Future[ByteView | Lent], slot: int, generation: int, nbytes: int) -> None:
         own = self._own
         if own is None or slot in self._moving:
-            future.set_exception(ProtocolError(f"{self.peer_address}: slot {slot} was announced while it is read"))
+            future.set_exception(self._read_already(slot))
             return
         offset = own.offset(slot)
         local, remote = own.address + offset, self._remote_address + offset
+        # Only the header tells whether the bytes or a table follow it. A source does as it did the last time.
+        first = min(self.slot_bytes, _TABLE_BYTES if self.lends and self._expects_loan else nbytes)
         self._pending.add(future)
         self._moving.add(slot)
 
-        def got_bytes(status: int) -> None:
-            # Header and bytes are here. Only a header read after them says that they were still the announced ones.
+        def got_first(status: int) -> None:
             if status != _ucp.OK or self.lost or not own.holds(slot, generation):
+                ended(status)
+                return
+            run = own.lent_run(slot)
+            self._expects_loan = run > 0
+            needed = own.lent_keys(slot) + 8 * (nbytes // run) if run and self.lends else nbytes
+            if needed <= first:
+                # A table of known slabs needs no second look at the header now: borrow takes one.
+                if run and self.lends and own.data(slot, own.lent_keys(slot)).tobytes() in self._shelves:
+                    ended(status)
+                else:
+                    got_all(status)
+            elif needed > self.slot_bytes:
+                ended(status)
+            else:
+                begin = HEADER + first
+                self._endpoint.get(local + begin, needed - first, remote + begin, self._remote_rkey, got_all)
+
+        def got_all(status: int) -> None:
+            # Only a header read after the bytes says that they were still the announced ones.
+            if status != _ucp.OK or self.lost:
                 ended(status)
             else:
                 self._endpoint.get(local, HEADER, remote, self._remote_rkey, ended)
@@ -496,35 +562,96 @@ class UcxConnection(Connection):
             elif not future.done():
                 self._finish_take(future, own, slot, generation, nbytes)
 
-        self._endpoint.get(local, HEADER + nbytes, remote, self._remote_rkey, got_bytes)
+        self._endpoint.get(local, HEADER + first, remote, self._remote_rkey, got_first)
+
+    def _read_loan(self, future: asyncio.Future[None], loan: Loan, local: Lent) -> None:
+        """Gets from the source's runs into ours, then the slot's header for `check`. The future is not one of those
+        that a loss ends at once: until the last operation has its final status our memory may be written."""
+        own, slot = self._own, loan.slot
+        if own is None or self.lost:
+            _fail_quietly(future, PeerLost(f"{self.peer_address}: the connection is closed"))
+            return
+        if slot in self._moving:
+            future.set_exception(self._read_already(slot))
+            return
+        self._moving.add(slot)
+        offset = own.offset(slot)
+
+        def got_bytes(status: int) -> None:
+            if status != _ucp.OK or self.lost:
+                ended(status)
+            else:
+                remote = self._remote_address + offset
+                self._endpoint.get(own.address + offset, HEADER, remote, self._remote_rkey, ended)
+
+        def ended(status: int) -> None:
+            self._moving.discard(slot)
+            if status == _ucp.OK and not self.lost:
+                if not future.done():
+                    future.set_result(None)
+                return
+            reason = self._owner.words(status) if status != _ucp.OK else "the connection was lost"
+            _fail_quietly(future, PeerLost(f"{self.peer_address}: {reason}"))
+            self._failed(reason)
+
+        Reads(self._endpoint, plan(loan, local), got_bytes).post()
+
+    def _shelf(self, keys: bytes) -> Shelf:
+        shelf = self._shelves.get(keys)
+        if shelf is None:
+            if len(self._shelves) == _MAX_SHELVES:
+                raise ProtocolError(f"{self.peer_address} lends out of more than {_MAX_SHELVES} sets of slabs")
+            shelf = self._shelves[keys] = Shelf(keys, self._unpack)
+        return shelf
+
+    def _unpack(self, packed: bytes) -> int:
+        key = self._unpacked.get(packed)
+        if key is None:
+            try:
+                key = self._unpacked[packed] = self._endpoint.unpack_rkey(packed)
+            except PeerLost as error:
+                raise ProtocolError(str(error)) from error
+        return key
+
+    def _read_already(self, slot: int) -> ProtocolError:
+        return ProtocolError(f"{self.peer_address}: slot {slot} was announced while it is read")
+
+    def _out_of_range(self, slot: int, nbytes: int) -> ProtocolError:
+        return ProtocolError(f"{self.peer_address}: slot {slot} with {nbytes} bytes is out of range")
 
     def _finish_take(
         self, future: asyncio.Future[ByteView | Lent], source: Slots | None, slot: int, generation: int, nbytes: int
     ) -> None:
+        """The header and what it speaks of are within reach: a view of the bytes, or what is lent."""
         if source is None or generation <= 0 or not source.holds(slot, generation):
-            future.set_exception(_stale(self.peer_address, slot, generation))
-            return
-        view = source.data(slot, nbytes)
-        view.flags.writeable = False
-        future.set_result(view)
-
-    def _finish_loan(
-        self,
-        future: asyncio.Future[ByteView | Lent],
-        source: Slots,
-        slot: int,
-        generation: int,
-        nbytes: int,
-        run: int,
-    ) -> None:
-        count = nbytes // run
-        if generation <= 0 or not source.holds(slot, generation):
-            future.set_exception(Recalled(str(_stale(self.peer_address, slot, generation))))
-        elif run < MIN_LENT_RUN or count * run != nbytes or not 0 <= 8 * count <= self.slot_bytes:
-            future.set_exception(ProtocolError(f"{self.peer_address}: {nbytes} bytes lent in runs of {run}"))
+            # A source that lends takes back; one that does not has reused the slot, or lies.
+            kind = Recalled if self.lends else Corrupted
+            future.set_exception(kind(f"{self.peer_address}: slot {slot} does not hold generation {generation}"))
+        elif self.lends and (run := source.lent_run(slot)):
+            try:
+                future.set_result(self._loan(source, slot, nbytes, run))
+            except KVStreamError as error:
+                future.set_exception(error)
+        elif nbytes > self.slot_bytes:
+            future.set_exception(self._out_of_range(slot, nbytes))
         else:
-            # A copy: the slot is the peer's memory.
-            future.set_result(Lent(source.data(slot, 8 * count).view(np.uint64).copy(), run))
+            view = source.data(slot, nbytes)
+            view.flags.writeable = False
+            future.set_result(view)
+
+    def _loan(self, source: Slots, slot: int, nbytes: int, run: int) -> Lent:
+        count, keys = nbytes // run, source.lent_keys(slot)
+        size = keys + 8 * count
+        if run < MIN_LENT_RUN or count * run != nbytes or size > self.slot_bytes or keys % 8:
+            raise ProtocolError(f"{self.peer_address}: {nbytes} bytes lent in runs of {run}, with {keys} bytes of keys")
+        table = source.data(slot, size)
+        # A copy: the slot is the peer's memory, or is read into again.
+        addresses = table[keys:].view(np.uint64).copy()
+        return (
+            self._shelf(table[:keys].tobytes()).loan(addresses, run, slot)
+            if self.lane == "get"
+            else Lent(addresses, run)
+        )
 
     def check(self, slot: int, generation: int) -> bool:
         source = self._own if self.lane == "get" else self._seen
@@ -620,6 +747,9 @@ class UcxTransport(Transport):
         self._reader: UcpWorker | None = None
         self._on_connection: Callable[[Connection], None] | None = None
         self._connections: dict[UcxConnection, None] = {}
+        self._slabs: list[Slab] = []
+        self._registered: list[Region] = []
+        self._exports: Exports | None = None
         self._has_rdma = False
         self._closed = False
 
@@ -684,6 +814,9 @@ class UcxTransport(Transport):
             raise PeerLost(f"{endpoint.peer_address} can't be reached: {self.words(status)}")
         return connection
 
+    def expose(self, slabs: Sequence[Slab]) -> None:
+        self._slabs.extend(slabs)
+
     async def aclose(self) -> None:
         self._closed = True
         for worker in (self._tcp, self._reader):
@@ -693,6 +826,11 @@ class UcxTransport(Transport):
         for worker in (self._tcp, self._reader):
             if worker is not None:
                 worker.close()
+        for region in self._registered:
+            region.unregister()
+        self._registered.clear()
+        self._slabs.clear()
+        self._exports = None
         # Without the workers nothing is in flight: also what could not be fenced is free now.
         await asyncio.gather(*(connection.abandon() for connection in self._connections))
 
@@ -703,6 +841,23 @@ class UcxTransport(Transport):
 
     def drop(self, connection: UcxConnection) -> None:
         self._connections.pop(connection, None)
+
+    def exports(self) -> Exports | None:
+        """What can be lent on the lane `get`, registered with the worker that reads by now; None when there is
+        nothing, or it can't be registered."""
+        if len(self._registered) < len(self._slabs) and not self._closed:
+            reader = self._open_reader()
+            try:
+                for slab in self._slabs[len(self._registered) :]:
+                    self._registered.append(reader.register(slab))
+            except ConfigError as error:
+                # RDMA pins what is registered, and there is a limit to that. Without it bytes go by way of slots.
+                _log.warning("memory can't be registered, so it is not lent", why=str(error))
+                del self._slabs[len(self._registered) :]
+            regions = zip(self._slabs, self._registered, strict=True)
+            slabs = [KeyedSlab(slab.address, slab.nbytes, region.rkey) for slab, region in regions]
+            self._exports = Exports(slabs) if slabs else None
+        return self._exports
 
     # -- inside
 
@@ -757,8 +912,8 @@ class UcxTransport(Transport):
         self._on_connection(connection)
 
 
-def _stale(peer: str, slot: int, generation: int) -> Corrupted:
-    return Corrupted(f"{peer}: slot {slot} does not hold generation {generation} (any more)")
+def _slab(memory: ByteView) -> Slab:
+    return Slab(int(memory.ctypes.data), memory.nbytes, memory)
 
 
 class _LaneImpossible(Exception):
@@ -783,7 +938,7 @@ def _resolve(future: asyncio.Future[int], value: int) -> None:
         future.set_result(value)
 
 
-def _fail_quietly(future: asyncio.Future[int] | asyncio.Future[ByteView | Lent], error: KVStreamError) -> None:
+def _fail_quietly(future: asyncio.Future[Any], error: KVStreamError) -> None:
     """Fail a future by a loss. The loss is told by on_lost: that nobody awaits the future is no second event."""
     if not future.done():
         future.set_exception(error)

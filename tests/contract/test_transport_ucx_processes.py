@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from transport_puppet import SLOT_BYTES, SLOTS, stream, take
+from transport_puppet import SLOT_BYTES, SLOTS, WAYS, lane_of, open_transport, stream, take
 
 from kvstream.errors import PeerLost
-from kvstream.transport.base import LANES, Connection, Lane, ListenAddress, StagingBudget
-from kvstream.transport.ucx import UcxConnection, UcxTransport
+from kvstream.transport.base import Connection, ListenAddress
+from kvstream.transport.ucx import UcxConnection
 
 pytestmark = pytest.mark.chaos
 
@@ -40,8 +40,8 @@ class Puppet:
         self._pipe = pipe
 
     @classmethod
-    async def start(cls, role: str, lane: Lane, how: str = "aclose", address: ListenAddress | None = None) -> Puppet:
-        command = [sys.executable, str(PUPPET), role, lane, how]
+    async def start(cls, role: str, way: str, how: str = "aclose", address: ListenAddress | None = None) -> Puppet:
+        command = [sys.executable, str(PUPPET), role, way, how]
         if address is not None:
             command.append(msgspec.json.encode(address).decode())
         pipe = subprocess.PIPE
@@ -105,9 +105,9 @@ async def puppets() -> AsyncIterator[StartPuppet]:
 class Side:
     """This process's end: a transport and what happened on its connections."""
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane: Lane = lane
-        self.transport = UcxTransport(budget=StagingBudget(1 << 28), lanes=(lane,))
+    def __init__(self, way: str) -> None:
+        self.way = way
+        self.transport, self.memory = open_transport(way)
         self.address: ListenAddress | None = None
         self.connections: asyncio.Queue[UcxConnection] = asyncio.Queue()
         self.moved = 0
@@ -120,7 +120,7 @@ class Side:
 
     def _accept(self, connection: Connection) -> None:
         assert isinstance(connection, UcxConnection)
-        take(connection, self.lane, self._moved, self._lost, self._bad)
+        take(connection, self.way, self.memory, self._moved, self._lost, self._bad)
         self.connections.put_nowait(connection)
 
     async def next_connection(self) -> UcxConnection:
@@ -129,9 +129,9 @@ class Side:
 
     async def stream_to(self, puppet: Puppet) -> UcxConnection:
         address = msgspec.json.decode(await puppet.line(), type=ListenAddress)
-        connection = await self.transport.dial(address, (self.lane,))
+        connection = await self.transport.dial(address, (lane_of(self.way),))
         assert isinstance(connection, UcxConnection)
-        stream(connection, self.lane, self._moved, self._lost)
+        stream(connection, self.way, self.memory, self._moved, self._lost)
         return connection
 
     def _moved(self) -> None:
@@ -157,14 +157,14 @@ class Side:
         assert self.bad == 0
 
 
-@pytest.fixture(params=LANES)
-def lane(request: pytest.FixtureRequest) -> Lane:
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture
-async def side(lane: Lane) -> AsyncIterator[Side]:
-    side = Side(lane)
+async def side(way: str) -> AsyncIterator[Side]:
+    side = Side(way)
     await side.start()
     yield side
     await side.transport.aclose()
@@ -183,7 +183,7 @@ async def kill(puppet: Puppet, side: Side) -> None:
 
 
 async def test_a_killed_source(side: Side, puppets: StartPuppet) -> None:
-    puppet = await puppets("source", side.lane, address=side.address)
+    puppet = await puppets("source", side.way, address=side.address)
     connection = await side.next_connection()
     await side.until_moved(20)
     await kill(puppet, side)
@@ -191,27 +191,27 @@ async def test_a_killed_source(side: Side, puppets: StartPuppet) -> None:
     assert side.transport.budget.used == 0
     assert len(side.losses) == 1
     # And this process serves the next one.
-    await puppets("source", side.lane, address=side.address)
+    await puppets("source", side.way, address=side.address)
     await side.next_connection()
     side.losses.clear()
     await side.until_moved(side.moved + 20)
 
 
 async def test_a_killed_destination(side: Side, puppets: StartPuppet) -> None:
-    puppet = await puppets("destination", side.lane)
+    puppet = await puppets("destination", side.way)
     connection = await side.stream_to(puppet)
     await side.until_moved(20)
     await kill(puppet, side)
     await connection.fence()
     assert side.transport.budget.used == 0
     assert len(side.losses) == 1
-    connection = await side.stream_to(await puppets("destination", side.lane))
+    connection = await side.stream_to(await puppets("destination", side.way))
     side.losses.clear()
     await side.until_moved(side.moved + 20)
 
 
 async def test_a_frozen_source_writes_nothing_after_the_fence(side: Side, puppets: StartPuppet) -> None:
-    puppet = await puppets("source", side.lane, address=side.address)
+    puppet = await puppets("source", side.way, address=side.address)
     connection = await side.next_connection()
     await side.until_moved(30)
     own = connection._own
@@ -221,19 +221,21 @@ async def test_a_frozen_source_writes_nothing_after_the_fence(side: Side, puppet
     async with asyncio.timeout(1):
         await connection.fence()
     assert side.transport.budget.used == 0
-    if side.lane == "shared":
+    if lane_of(side.way) == "shared":
         assert memory is None  # nothing of ours for anybody to write to
     else:
         assert memory is not None
         memory[:] = CANARY
+    side.memory[:] = CANARY  # what was lent is read into it
     puppet.process.send_signal(signal.SIGCONT)
     await puppet.expect("lost")
     assert await puppet.end() == 0
     assert memory is None or bool((memory == CANARY).all())
+    assert bool((side.memory == CANARY).all())
 
 
 async def test_a_frozen_destination_believes_nothing_after_the_fence(side: Side, puppets: StartPuppet) -> None:
-    puppet = await puppets("destination", side.lane)
+    puppet = await puppets("destination", side.way)
     connection = await side.stream_to(puppet)
     await side.until_moved(30)
     own = connection._own
@@ -247,21 +249,22 @@ async def test_a_frozen_destination_believes_nothing_after_the_fence(side: Side,
     assert budget.used == 0
     for slot in range(SLOTS):
         own.data(slot, SLOT_BYTES)[:] = CANARY
+    side.memory[:] = CANARY
     puppet.process.send_signal(signal.SIGCONT)
     await puppet.expect("lost")
     assert await puppet.end() == 0  # it would have said "bad"
 
 
 async def test_a_frozen_listener_keeps_a_dial_waiting_and_nothing_else(side: Side, puppets: StartPuppet) -> None:
-    puppet = await puppets("destination", side.lane)
+    puppet = await puppets("destination", side.way)
     address = msgspec.json.decode(await puppet.line(), type=ListenAddress)
     await puppet.freeze()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
-            await side.transport.dial(address, (side.lane,))
+            await side.transport.dial(address, (lane_of(side.way),))
     puppet.process.send_signal(signal.SIGCONT)
-    connection = await side.transport.dial(address, (side.lane,))
-    stream(connection, side.lane, side._moved, side._lost)
+    connection = await side.transport.dial(address, (lane_of(side.way),))
+    stream(connection, side.way, side.memory, side._moved, side._lost)
     await side.until_moved(5)
     assert await puppet.end() == 0
 
@@ -270,10 +273,10 @@ async def test_a_frozen_listener_keeps_a_dial_waiting_and_nothing_else(side: Sid
 @pytest.mark.parametrize("role", ["source", "destination"])
 async def test_a_process_ends_cleanly_in_mid_transfer(side: Side, puppets: StartPuppet, role: str, how: str) -> None:
     if role == "source":
-        puppet = await puppets("source", side.lane, how, address=side.address)
+        puppet = await puppets("source", side.way, how, address=side.address)
         await side.next_connection()
     else:
-        puppet = await puppets("destination", side.lane, how)
+        puppet = await puppets("destination", side.way, how)
         await side.stream_to(puppet)
     await side.until_moved(5)
     assert await puppet.end() == 0

@@ -1,40 +1,81 @@
-"""A stream whose blocks are lent: what its source takes back while it is being read is never an arrival."""
+"""A stream whose blocks are lent: what its source takes back while it is being read is never an arrival, and its user
+is never told of the end while something may still be written into its blocks."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
 
+import msgspec
 import numpy as np
 import pytest
 
-from kvstream import Cancelled, KVPool, Runtime
+from kvstream import Cancelled, ConfigError, DeadlineExceeded, KVPool, PeerLost, ReceiveStream, Runtime, SendStream
 from kvstream.discovery import EmbeddedServer
+from kvstream.transport._loans import Get
+from kvstream.transport._ucp import CANCELED
+from kvstream.transport._worker import Endpoint
 from kvstream.transport.base import Lent
 from kvstream.transport.ucx import UcxConnection
 from tests.integration.worker import LAYOUT, WAYS
 
 
-async def test_blocks_reused_in_the_middle_of_a_read_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the destination's decision to read and its read, the source cancels and its user overwrites the blocks,
-    as it may. The wrong bytes that are read then must not be announced, and the end is the source's word."""
-    lane, config = WAYS["lent"]
+class Workers:
+    """A source and a destination of 8 blocks each, the source's all ones."""
+
+    def __init__(self, source: Runtime, target: Runtime) -> None:
+        self.source = source
+        self.target = target
+
+    def send(self, **kwargs: object) -> SendStream:
+        return self.source.send("r", blocks=[3, 4], tokens=32, to="decode-0", **kwargs)  # type: ignore[arg-type]
+
+    def receive(self, stream: str = "r", **kwargs: object) -> ReceiveStream:
+        return self.target.receive(stream, blocks=[0, 1], tokens=32, **kwargs)  # type: ignore[arg-type]
+
+
+async def started(way: str, **changes: float) -> AsyncIterator[Workers]:
+    lane, config = WAYS[way]
+    config = msgspec.structs.replace(config, **changes)
     pools = [KVPool.allocate(LAYOUT, blocks=8) for _ in range(2)]
-    borrow = UcxConnection.borrow
-    reads: list[int] = []
+    for layer in range(LAYOUT.layers):
+        pools[0].layer(layer).view(np.uint8)[...] = 1
     async with (
         EmbeddedServer() as server,
         Runtime("prefill-0", pool=pools[0], nats=server.url, lanes=lane, config=config) as source,
         Runtime("decode-0", pool=pools[1], nats=server.url, lanes=lane, config=config) as target,
-        target.receive("r", blocks=[0, 1], tokens=32) as rx,
-        source.send("r", blocks=[3, 4], tokens=32, to="decode-0") as tx,
     ):
+        yield Workers(source, target)
 
-        def interrupted(connection: UcxConnection, lent: Lent, local: Lent) -> None:
+
+@pytest.fixture(params=["lent", "lent-get"])
+async def workers(request: pytest.FixtureRequest) -> AsyncIterator[Workers]:
+    async for workers in started(request.param):
+        yield workers
+
+
+@pytest.fixture
+async def readers() -> AsyncIterator[Workers]:
+    """On the lane `get`. The wait before a connection is cut off is long."""
+    async for workers in started("lent-get", end_wait=60):
+        yield workers
+
+
+async def test_blocks_reused_in_the_middle_of_a_read_do_not_count(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the destination's decision to read and its read, the source cancels and its user overwrites the blocks,
+    as it may. The wrong bytes that are read then must not be announced, and the end is the source's word."""
+    borrow = UcxConnection.borrow
+    reads: list[int] = []
+    async with workers.receive() as rx, workers.send() as tx:
+
+        def interrupted(connection: UcxConnection, lent: Lent, local: Lent) -> asyncio.Future[None]:
             if not reads:
                 tx.cancel("while it is read")
-                pools[0].layer(0).view(np.uint8)[...] = 0xEE
+                workers.source.pool.layer(0).view(np.uint8)[...] = 0xEE
             reads.append(lent.nbytes)
-            borrow(connection, lent, local)
+            return borrow(connection, lent, local)
 
         monkeypatch.setattr(UcxConnection, "borrow", interrupted)
         tx.layer_ready(0)
@@ -45,3 +86,185 @@ async def test_blocks_reused_in_the_middle_of_a_read_do_not_count(monkeypatch: p
         assert rx.layers_arrived == 0
         with pytest.raises(Cancelled):
             await tx.done()
+
+
+class Held:
+    """Gets of the destination that are posted to nobody: under way, for as long as the test likes."""
+
+    def __init__(self) -> None:
+        self.gets: list[tuple[Endpoint, list[Get], Callable[[int], None]]] = []
+        self.came = asyncio.Event()
+
+    def hold(self, endpoint: Endpoint, gets: list[Get], done: Callable[[int], None]) -> None:
+        self.gets.append((endpoint, gets, done))
+        self.came.set()
+
+    async def first(self) -> None:
+        async with asyncio.timeout(5):
+            await self.came.wait()
+
+    def release(self) -> None:
+        """They happen now, or never where the connection has been closed."""
+        gets, self.gets = self.gets, []
+        for endpoint, batch, done in gets:
+            if endpoint.open:
+                GET_ALL(endpoint, batch, done)
+            else:
+                done(CANCELED)
+
+
+GET_ALL = Endpoint.get_all
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    held = Held()
+
+    def get_all(endpoint: Endpoint, gets: list[Get], done: Callable[[int], None]) -> None:
+        held.hold(endpoint, gets, done)
+
+    monkeypatch.setattr(Endpoint, "get_all", get_all)
+    return held
+
+
+async def until_ended(stream: ReceiveStream) -> None:
+    async with asyncio.timeout(5):
+        await stream._ended.wait()
+
+
+def untouched(workers: Workers) -> bool:
+    pool = workers.target.pool
+    return not any(pool.layer(layer).view(np.uint8).any() for layer in range(LAYOUT.layers))
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "source"])
+async def test_the_end_waits_for_what_is_on_its_way_into_the_blocks(readers: Workers, held: Held, how: str) -> None:
+    async with readers.receive(deadline=0.3 if how == "deadline" else 60) as rx, readers.send() as tx:
+        tx.layer_ready(0)
+        await held.first()
+        core = readers.target._streams.core
+        assert core.streams == 1
+        if how == "cancel":
+            rx.cancel("changed its mind")
+        elif how == "source":
+            tx.cancel("changed its mind")
+        async with asyncio.timeout(5):
+            while core.streams:  # the scheduler is done with it
+                await asyncio.sleep(0.001)
+        assert not rx.ended
+        with pytest.raises(ConfigError, match="another stream that is still live"):
+            async with readers.receive("other"):
+                pass
+        held.release()
+        await until_ended(rx)
+        with pytest.raises(DeadlineExceeded if how == "deadline" else Cancelled):
+            await rx.done()
+        # The end is told once, and from here on the blocks are free.
+        assert rx.layers_arrived == 0
+        assert not readers.target._streams._written.any()
+        readers.target.pool.layer(0).view(np.uint8)[...] = 0
+        await asyncio.sleep(0)
+        assert untouched(readers)
+
+
+async def test_leaving_the_context_waits_too_even_when_cancelled(readers: Workers, held: Held) -> None:
+    entered = asyncio.Event()
+
+    async def receive() -> None:
+        async with readers.receive():
+            entered.set()
+            await asyncio.Event().wait()
+
+    receiving = asyncio.create_task(receive())
+    await entered.wait()
+    async with readers.send() as tx:
+        tx.layer_ready(0)
+        await held.first()
+        for _ in range(3):
+            receiving.cancel()
+            done, _ = await asyncio.wait([receiving], timeout=0.02)
+            assert not done
+        held.release()
+        async with asyncio.timeout(5):
+            with pytest.raises(asyncio.CancelledError):
+                await receiving
+        assert not readers.target._streams._written.any()
+
+
+async def test_reads_that_do_not_end_cost_the_connection(held: Held) -> None:
+    async for workers in started("lent-get", end_wait=0.05):
+        async with workers.receive() as rx, workers.send() as tx:
+            tx.layer_ready(0)
+            await held.first()
+            rx.cancel("changed its mind")
+            links = workers.target._streams.links._links
+            assert len(links) == 1
+            assert not rx.ended
+            async with asyncio.timeout(5):
+                with pytest.raises(PeerLost):
+                    await tx._report()
+            assert not links
+            assert not rx.ended  # cutting off is not yet the end of what is under way: its final status is
+            held.release()
+            await until_ended(rx)
+            with pytest.raises(Cancelled, match="changed its mind"):
+                await rx.done()
+
+
+async def test_a_lost_connection_waits_too(readers: Workers, held: Held) -> None:
+    async with readers.receive() as rx, readers.send() as tx:
+        tx.layer_ready(0)
+        await held.first()
+        readers.source._streams.drop_links(PeerLost("for the test"))
+        async with asyncio.timeout(5):
+            while readers.target._streams.core.streams:
+                await asyncio.sleep(0.001)
+        assert not rx.ended
+        held.release()
+        await until_ended(rx)
+        with pytest.raises(PeerLost):
+            await rx.done()
+    assert untouched(readers)
+
+
+async def test_a_runtime_that_closes_waits_for_its_reads(held: Held) -> None:
+    async for workers in started("lent-get", end_wait=60, close_wait=1):
+        async with workers.receive() as rx, workers.send() as tx:
+            tx.layer_ready(0)
+            await held.first()
+            closing = asyncio.create_task(workers.target.aclose())
+            done, _ = await asyncio.wait([closing], timeout=0.05)
+            assert not done
+            assert not rx.ended
+            held.release()
+            async with asyncio.timeout(5):
+                await until_ended(rx)
+                await closing
+
+
+async def test_streams_go_on_while_the_end_of_one_waits(readers: Workers, held: Held) -> None:
+    async with readers.receive() as rx, readers.send() as tx:
+        tx.layer_ready(0)
+        await held.first()
+        rx.cancel("changed its mind")
+        waiting, held.gets = held.gets, []
+        blocks = [5, 6]
+        async with (
+            readers.target.receive("next", blocks=blocks, tokens=32) as second,
+            readers.source.send("next", blocks=blocks, tokens=32, to="decode-0") as sending,
+        ):
+            for layer in range(LAYOUT.layers):
+                sending.layer_ready(layer)
+            done = asyncio.create_task(sending.done())
+            async with asyncio.timeout(5):
+                while not done.done():
+                    await asyncio.sleep(0.001)
+                    held.release()
+            await done
+            await second.done()
+        assert not rx.ended
+        held.gets = waiting
+        held.release()
+        await until_ended(rx)
+        for layer in range(LAYOUT.layers):
+            assert (readers.target.pool.layer(layer).view(np.uint8)[blocks] == 1).all()

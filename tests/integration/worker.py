@@ -26,10 +26,11 @@ WAYS = {
     "shared": ("shared", RuntimeConfig(stall_timeout=30)),
     "lent": ("shared", RuntimeConfig(stall_timeout=30, lend_bytes=64)),
     "get": ("get", RuntimeConfig(stall_timeout=30)),
+    "lent-get": ("get", RuntimeConfig(stall_timeout=30, get_lend_bytes=64)),
     "put": ("put", RuntimeConfig(stall_timeout=30)),
 }
-"""How bytes move: the lane and the configuration for it. "lent" is the shared lane with every block read in place. The
-stall time-out is long: it must not be what finds the dead, a kill has to show at once."""
+"""How bytes move: the lane and the configuration for it. "lent" and "lent-get" are the lanes with every block
+read in place. The stall time-out is long: it must not be what finds the dead, a kill has to show at once."""
 
 LAYOUT = KVLayout(layers=8, kv_heads=2, head_dim=64, block_tokens=16, dtype="bfloat16")
 BLOCKS = 512

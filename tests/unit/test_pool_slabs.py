@@ -1,0 +1,60 @@
+"""Which memory a pool has to lend: every run of every block, in stretches that are apart."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from kvstream import KVLayout, KVPool
+
+LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_tokens=4, dtype="float16", parts="split")
+BLOCKS = 5
+PART = LAYOUT.block_bytes // 2
+
+
+def assert_covers(pool: KVPool) -> None:
+    slabs = pool.slabs
+    for (low, nbytes), (after, _) in pairwise(slabs):
+        assert low + nbytes < after
+    for layer in range(pool.layout.layers):
+        found = pool.addresses(layer, np.arange(pool.blocks))
+        assert found is not None
+        starts, run = found
+        for start in starts.tolist():
+            assert any(low <= start and start + run <= low + nbytes for low, nbytes in slabs)
+
+
+def test_an_allocated_pool_is_one_slab() -> None:
+    pool = KVPool.allocate(LAYOUT, blocks=BLOCKS)
+    assert pool.slabs == [(pool.layer(0).ctypes.data, pool.nbytes)]
+    assert_covers(pool)
+
+
+def test_k_and_v_of_one_tensor_are_one_slab() -> None:
+    tensors = [np.zeros((2, BLOCKS, *LAYOUT.block_shape[1:]), np.float16) for _ in range(3)]
+    pool = KVPool.wrap(LAYOUT, [(tensor[0], tensor[1]) for tensor in tensors])
+    assert_covers(pool)
+    assert sum(nbytes for _, nbytes in pool.slabs) == sum(tensor.nbytes for tensor in tensors)
+    assert len(pool.slabs) <= 3
+
+
+def test_memory_that_is_apart_stays_apart() -> None:
+    memory = np.zeros((100, BLOCKS, PART), np.uint8)
+    parts = [(memory[10 * i], memory[10 * i + 5]) for i in range(3)]
+    pool = KVPool.wrap(LAYOUT, parts)
+    assert pool.slabs == [(int(part.ctypes.data), BLOCKS * PART) for pair in parts for part in pair]
+    assert_covers(pool)
+
+
+def test_interleaved_layers_are_one_slab() -> None:
+    memory = np.zeros((BLOCKS, 3, 2, PART + 64), np.uint8)
+    pool = KVPool.wrap(LAYOUT, [(memory[:, i, 0, :PART], memory[:, i, 1, :PART]) for i in range(3)])
+    assert pool.slabs == [(int(memory.ctypes.data), memory.nbytes - 64)]
+    assert_covers(pool)
+
+
+def test_blocks_in_pieces_have_none() -> None:
+    layout = KVLayout(layers=1, kv_heads=2, head_dim=8, block_tokens=4, dtype="float16")
+    padded = np.zeros((BLOCKS, *layout.block_shape[:-1], 16), np.float16)
+    assert KVPool.wrap(layout, [padded[..., :8]]).slabs == []
