@@ -8,10 +8,10 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.options import Options
+from benchmarks.options import Options, Scale
 from benchmarks.plot import render
 
-NAMES = ("connect", "notify", "overlap", "small", "transfer")
+NAMES = ("checksums", "connect", "lanes", "notify", "overlap", "small", "transfer")
 
 
 def main() -> int:
@@ -20,12 +20,14 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--svg", type=Path, metavar="PATH", help="write a plot")
     parser.add_argument("--transport", choices=("auto", "tcp"), default="auto", help="transfer: all over TCP")
-    parser.add_argument("--quick", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--quick", action="store_true", help="less of all, to see that it works")
+    parser.add_argument("--tiny", action="store_true", help="as little as possible, for the tests")
     arguments = parser.parse_args()
     if arguments.transport != "auto" and arguments.name != "transfer":
         parser.error("--transport belongs to transfer")
     module = importlib.import_module(f"benchmarks.{arguments.name}")
-    result = module.run(Options(arguments.quick, arguments.transport))
+    scale: Scale = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"
+    result = module.run(Options(scale, arguments.transport))
     print(module.table(result))
     if arguments.svg is not None:
         arguments.svg.write_text(render(module.figure(result)))

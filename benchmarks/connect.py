@@ -256,7 +256,9 @@ async def _cycles(count: int) -> dict[str, Any]:
 def run(options: Options) -> dict[str, Any]:
     """All of it; `loaded`: something else used the machine (see machine.ForeignLoad)."""
     load = machine.ForeignLoad()
-    peers, pool_bytes, cycles = (12, POOL_BYTES // 8, 100) if options.quick else (PEERS, POOL_BYTES, CYCLES)
+    peers, pool_bytes, cycles = options.pick(
+        (PEERS, POOL_BYTES, CYCLES), (12, POOL_BYTES >> 3, 100), (3, POOL_BYTES >> 6, 20)
+    )
     with Pair(_worker_process, _peers_process, peers) as pair:
         met = msgspec.convert(pair.result(2 * START_TIMEOUT), _Met)
     registration, cycling = uvloop.run(_pool_start(pool_bytes)), uvloop.run(_cycles(cycles))

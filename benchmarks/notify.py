@@ -19,18 +19,24 @@ import uvloop
 from benchmarks import machine
 from benchmarks.options import Options
 from benchmarks.plot import Figure, Panel
-from kvstream import KVLayout, KVPool, Runtime
+from kvstream import KVLayout, KVPool, Runtime, RuntimeConfig
 from kvstream.discovery import EmbeddedServer
 
-ROUNDS = 2000
-WARM_UP = 200
+ROUNDS, WARM_UP = 2000, 200
+TINY = 60, 10
 LANES = ("shared", "get", "put")
-LAYOUT = KVLayout(layers=ROUNDS, kv_heads=1, head_dim=64, block_tokens=16, dtype="float16")
+CONFIG = RuntimeConfig(connect_timeout=10)
+"""Each waits for the other to have started, however busy the machine is."""
 
 
-async def _peer(pipe: Connection, url: str, lane: str) -> None:
-    pool = KVPool.allocate(LAYOUT, blocks=2)
-    async with Runtime("peer", pool=pool, nats=url, lanes=lane) as runtime:
+def _pool(rounds: int) -> KVPool:
+    layout = KVLayout(layers=rounds, kv_heads=1, head_dim=64, block_tokens=16, dtype="float16")
+    return KVPool.allocate(layout, blocks=2)
+
+
+async def _peer(pipe: Connection, url: str, lane: str, rounds: int) -> None:
+    pool = _pool(rounds)
+    async with Runtime("peer", pool=pool, nats=url, lanes=lane, config=CONFIG) as runtime:
         pipe.send("ready")
         async with runtime.receive("ping", blocks=[0], tokens=16) as rx:
             async with runtime.send("pong", blocks=[1], tokens=16, to="here") as tx:
@@ -40,37 +46,37 @@ async def _peer(pipe: Connection, url: str, lane: str) -> None:
             await rx.done()
 
 
-def _child(pipe: Connection, url: str, lane: str) -> None:
-    uvloop.run(_peer(pipe, url, lane))
+def _child(pipe: Connection, url: str, lane: str, rounds: int) -> None:
+    uvloop.run(_peer(pipe, url, lane, rounds))
 
 
-async def _rounds(url: str, lane: str) -> list[float]:
+async def _rounds(url: str, lane: str, rounds: int) -> list[float]:
     """Microseconds of each round."""
     times: list[float] = []
-    pool = KVPool.allocate(LAYOUT, blocks=2)
-    async with Runtime("here", pool=pool, nats=url, lanes=lane) as runtime:
+    pool = _pool(rounds)
+    async with Runtime("here", pool=pool, nats=url, lanes=lane, config=CONFIG) as runtime:
         async with runtime.receive("pong", blocks=[1], tokens=16) as rx:
             async with runtime.send("ping", blocks=[0], tokens=16, to="peer") as tx:
                 layers = aiter(rx)
-                for layer in range(ROUNDS):
+                for layer in range(rounds):
                     start = time.perf_counter()
                     tx.layer_ready(layer)
                     await anext(layers)
                     times.append((time.perf_counter() - start) * 1e6)
                 await tx.done()
             await rx.done()
-    return times[WARM_UP:]
+    return times
 
 
-async def _measure(lane: str) -> dict[str, Any]:
+async def _measure(lane: str, rounds: int, warm_up: int) -> dict[str, Any]:
     async with EmbeddedServer() as server:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_child, args=(theirs, server.url, lane), daemon=True)
+        process = context.Process(target=_child, args=(theirs, server.url, lane, rounds), daemon=True)
         process.start()
         try:
             await asyncio.to_thread(ours.recv)
-            times = sorted(await _rounds(server.url, lane))
+            times = sorted((await _rounds(server.url, lane, rounds))[warm_up:])
         finally:
             process.kill()
             process.join()
@@ -78,16 +84,17 @@ async def _measure(lane: str) -> dict[str, Any]:
     return {"lane": lane, "median_us": round(statistics.median(times), 1), "p99_us": round(p99, 1)}
 
 
-def measure(lane: str) -> dict[str, Any]:
-    """The row of one lane."""
-    return uvloop.run(_measure(lane))
+def measure(lane: str, rounds: int = ROUNDS, warm_up: int = WARM_UP) -> dict[str, Any]:
+    """The row of one lane, of `rounds` round trips without the first `warm_up`."""
+    return uvloop.run(_measure(lane, rounds, warm_up))
 
 
 def run(options: Options) -> dict[str, Any]:
     """Measure each lane. `loaded`: something else used the machine (see machine.ForeignLoad)."""
     load = machine.ForeignLoad()
-    rows = [measure(lane) for lane in (LANES[:1] if options.quick else LANES)]
-    return {"loaded": load.seen(), "machine": machine.describe(), "rounds": ROUNDS - WARM_UP, "rows": rows}
+    rounds, warm_up = options.pick((ROUNDS, WARM_UP), (ROUNDS, WARM_UP), TINY)
+    rows = [measure(lane, rounds, warm_up) for lane in options.pick(LANES, LANES[:1], LANES[:1])]
+    return {"loaded": load.seen(), "machine": machine.describe(), "rounds": rounds - warm_up, "rows": rows}
 
 
 def table(result: dict[str, Any]) -> str:

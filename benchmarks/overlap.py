@@ -131,7 +131,9 @@ def run(options: Options) -> dict[str, Any]:
     load = machine.ForeignLoad()
     # One thread computes: a BLAS that takes every core would measure itself.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    layers, sizes, rounds = (LAYERS[:1], LAYER_BYTES[1:], 2) if options.quick else (LAYERS, LAYER_BYTES, ROUNDS)
+    layers, sizes, rounds = options.pick(
+        (LAYERS, LAYER_BYTES, ROUNDS), (LAYERS[:1], LAYER_BYTES[1:], 2), (LAYERS[:1], LAYER_BYTES[:1], 1)
+    )
     rows = [
         row
         for count in layers

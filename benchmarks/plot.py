@@ -16,8 +16,8 @@ __all__ = ["Figure", "Panel", "render", "size"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
     """Bars in groups: one bar per series in each group. `series` is (name, one value per group); a missing value is
-    None. `colors`: of each series, 0 and 5 kvstream, 1 and 2 who it is compared with, 3 and 4 limits of the machine.
-    `log`: bars start at the power of ten below the least value."""
+    None, and a series of nothing else takes no room. `colors`: of each series, 0 and 5 kvstream, 1, 2 and 6 who it is
+    compared with, 3 and 4 limits of the machine. `log`: bars start at the power of ten below the least value."""
 
     title: str
     groups: tuple[str, ...]
@@ -55,6 +55,7 @@ _PALETTE = {
     "bar3": ("fill", "#a9b4c2", "#5d6a7a"),
     "bar4": ("fill", "#d3dae3", "#3d4856"),
     "bar5": ("fill", "#f3bd8b", "#8f5a26"),
+    "bar6": ("fill", "#6aa588", "#4f8a6d"),
 }
 
 
@@ -82,9 +83,14 @@ def render(figure: Figure) -> str:
 
 
 def _panel(panel: Panel, top: float) -> Iterator[str]:
+    shown = [
+        (color, name, values)
+        for color, (name, values) in zip(panel.colors, panel.series, strict=False)
+        if any(value is not None for value in values)
+    ]
     yield _text("title", 32, top + 18, panel.title, size=14, weight=600)
     x = 32.0
-    for color, (name, _) in zip(panel.colors, panel.series, strict=False):
+    for color, name, _ in shown:
         yield _rect(f"bar{color}", x, top + 28, 11, 11, rx=2)
         yield _text("text", x + 16, top + 38, name, size=12)
         x += 16 + 6.7 * len(name) + 22
@@ -95,18 +101,18 @@ def _panel(panel: Panel, top: float) -> Iterator[str]:
         yield _line("edge" if y == lower else "grid", _LEFT, y, _RIGHT, y)
         yield _text("text", _LEFT - 8, y + 4, f"{at:g}", size=11, anchor="end")
     step = (_RIGHT - _LEFT) / len(panel.groups)
-    thick = min(46.0, step * 0.84 / len(panel.series))
+    thick = min(46.0, step * 0.84 / max(1, len(shown)))
     font = 11 if thick >= 30 else 9 if thick >= 20 else 0
     for index, group in enumerate(panel.groups):
         middle = _LEFT + (index + 0.5) * step
         yield _text("text", middle, lower + 18, group, size=11.5, anchor="middle")
-        for number, (_, values) in enumerate(panel.series):
+        for number, (color, _, values) in enumerate(shown):
             value = values[index]
             if value is None:
                 continue
-            left = middle + (number - len(panel.series) / 2) * thick
+            left = middle + (number - len(shown) / 2) * thick
             y = min(scale.y(value), lower - 1)
-            yield _rect(f"bar{panel.colors[number]}", left + 1, y, thick - 2, lower - y)
+            yield _rect(f"bar{color}", left + 1, y, thick - 2, lower - y)
             if font:
                 yield _text("text", left + thick / 2, y - 4, _short(value), size=font, anchor="middle")
 

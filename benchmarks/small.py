@@ -58,11 +58,14 @@ def _post(layers: int, blocks: int, rounds: int) -> dict[str, Any]:
 def run(options: Options) -> dict[str, Any]:
     """All of it; `loaded`: something else used the machine (see machine.ForeignLoad)."""
     load = machine.ForeignLoad()
-    rounds, tiny = (2, 320) if options.quick else (ROUNDS, TINY)
-    lanes = notify.LANES[:1] if options.quick else notify.LANES
-    post = [_post(layers, blocks, rounds) for layers, blocks in FORMS]
-    rows = [notify.measure(lane) for lane in lanes]
-    rates = [{"together": together, "streams_per_s": round(tiny_streams(tiny, together), 1)} for together in TOGETHER]
+    rounds, tiny = options.pick((ROUNDS, TINY), (2, 320), (1, 64))
+    lanes = options.pick(notify.LANES, notify.LANES[:1], notify.LANES[:1])
+    trips = options.pick((notify.ROUNDS, notify.WARM_UP), (notify.ROUNDS, notify.WARM_UP), notify.TINY)
+    numbers = options.pick(TOGETHER, TOGETHER, TOGETHER[1:])
+    forms = options.pick(FORMS, FORMS, ((2, 50),))
+    post = [_post(layers, blocks, rounds) for layers, blocks in forms]
+    rows = [notify.measure(lane, *trips) for lane in lanes]
+    rates = [{"together": together, "streams_per_s": round(tiny_streams(tiny, together), 1)} for together in numbers]
     return {"loaded": load.seen(), "machine": machine.describe(), "post": post, "notify": rows, "tiny": rates}
 
 

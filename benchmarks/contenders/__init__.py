@@ -6,6 +6,7 @@ and whether the bytes were right. Round 0 is warm-up and not reported.
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import resource
@@ -17,7 +18,7 @@ from typing import Any, Self
 
 import msgspec
 
-__all__ = ["Pair", "Rounds", "cpu_seconds", "run_pair"]
+__all__ = ["Pair", "Rounds", "cpu_seconds", "require", "run_pair"]
 
 
 class Rounds(msgspec.Struct):
@@ -34,6 +35,12 @@ def cpu_seconds() -> float:
     """User and system time of this process so far, all threads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
+
+
+def require(module: str) -> None:
+    """Raise RuntimeError, as the processes would, where a contender's module is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise RuntimeError(f"not installed: there is no module {module}")
 
 
 class Pair:

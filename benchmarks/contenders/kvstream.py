@@ -21,17 +21,17 @@ __all__ = ["measure"]
 LAYERS = 16
 
 
-def measure(block_bytes: int, total: int, rounds: int, *, lane: str = "auto", checked: bool = True) -> Rounds:
-    """Move `total` bytes in blocks of `block_bytes`, in 16 layers; see contenders.Rounds."""
-    return run_pair(_source_process, _destination_process, block_bytes, total, rounds, lane, checked, timeout=120)
+def measure(
+    block_bytes: int, total: int, rounds: int, *, lane: str = "auto", config: RuntimeConfig | None = None
+) -> Rounds:
+    """Move `total` bytes in blocks of `block_bytes`, in 16 layers; see contenders.Rounds. `config` is that of both
+    workers."""
+    settings = config or RuntimeConfig()
+    return run_pair(_source_process, _destination_process, block_bytes, total, rounds, lane, settings, timeout=120)
 
 
 def _layout(block_bytes: int) -> KVLayout:
     return KVLayout(layers=LAYERS, kv_heads=1, head_dim=block_bytes // 64, block_tokens=16, dtype="float16")
-
-
-def _config() -> RuntimeConfig:
-    return RuntimeConfig(deadline=60)
 
 
 def _tables(total: int, block_bytes: int) -> tuple[list[int], list[int]]:
@@ -57,12 +57,14 @@ class _Lag:
         return sorted(self.samples)[int(len(self.samples) * 0.99)] if self.samples else 0.0
 
 
-async def _destination(pipe: Connection, block_bytes: int, total: int, rounds: int, lane: Any, checked: bool) -> None:
+async def _destination(
+    pipe: Connection, block_bytes: int, total: int, rounds: int, lane: Any, config: RuntimeConfig
+) -> None:
     mine, theirs = _tables(total, block_bytes)
     blocks = len(theirs)
     pool = KVPool.allocate(_layout(block_bytes), blocks=blocks)
     url = await asyncio.to_thread(pipe.recv)
-    async with Runtime("decode-0", roles={"decode"}, pool=pool, nats=url, lanes=lane, config=_config()) as runtime:
+    async with Runtime("decode-0", roles={"decode"}, pool=pool, nats=url, lanes=lane, config=config) as runtime:
         pipe.send("ready")
         lag = _Lag()
         cpu = 0.0
@@ -74,12 +76,11 @@ async def _destination(pipe: Connection, block_bytes: int, total: int, rounds: i
                 pipe.send("receiving")
                 await rx.done()
         used = cpu_seconds() - cpu
-        if checked:
-            source = _contents(block_bytes, blocks)
-            for layer in range(LAYERS):
-                expected = source[layer % len(source)][mine]
-                got = pool.layer(layer)[theirs].view(np.uint8).reshape(blocks, -1)
-                assert np.array_equal(got, expected), f"layer {layer} differs"
+        source = _contents(block_bytes, blocks)
+        for layer in range(LAYERS):
+            expected = source[layer % len(source)][mine]
+            got = pool.layer(layer)[theirs].view(np.uint8).reshape(blocks, -1)
+            assert np.array_equal(got, expected), f"layer {layer} differs"
         pipe.send((used, lag.p99()))
         await asyncio.to_thread(pipe.recv)
 
@@ -91,7 +92,7 @@ def _contents(block_bytes: int, blocks: int) -> list[np.ndarray]:
 
 
 async def _source(
-    pipe: Connection, block_bytes: int, total: int, rounds: int, lane: Any, checked: bool, results: Connection
+    pipe: Connection, block_bytes: int, total: int, rounds: int, lane: Any, config: RuntimeConfig, results: Connection
 ) -> None:
     mine, _ = _tables(total, block_bytes)
     blocks = len(mine)
@@ -104,9 +105,7 @@ async def _source(
     async with EmbeddedServer() as server:
         pipe.send(server.url)
         await asyncio.to_thread(pipe.recv)
-        async with Runtime(
-            "prefill-0", roles={"prefill"}, pool=pool, nats=server.url, lanes=lane, config=_config()
-        ) as rt:
+        async with Runtime("prefill-0", roles={"prefill"}, pool=pool, nats=server.url, lanes=lane, config=config) as rt:
             lag = _Lag()
             cpu = 0.0
             for number in range(rounds + 1):

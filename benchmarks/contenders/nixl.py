@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.contenders import Rounds, cpu_seconds, run_pair
+from benchmarks.contenders import Rounds, cpu_seconds, require, run_pair
 
 __all__ = ["agent", "measure", "register"]
 
@@ -27,6 +27,7 @@ def measure(
 ) -> Rounds:
     """Move `total` bytes in shuffled blocks. `prepared`: descriptor lists are prepared once, not per round.
     `transports`: UCX_TLS of both processes."""
+    require("nixl_cu12")
     return run_pair(_source, _destination, block_bytes, total, rounds, prepared, transports, timeout=120)
 
 

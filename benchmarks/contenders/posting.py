@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from benchmarks.contenders import Pair, nixl
+from benchmarks.contenders import Pair, nixl, require
 from kvstream import KVLayout, KVPool, Offer, Runtime, RuntimeConfig, wire
 from kvstream.discovery import EmbeddedServer
 
@@ -207,6 +207,7 @@ async def _tiny_source(pipe: Connection, count: int, together: int, results: Con
 
 def post_nixl(layers: int, blocks: int, block_bytes: int, rounds: int) -> list[Posted]:
     """The same blocks as one WRITE with a descriptor for each."""
+    require("nixl_cu12")
     with Pair(_nixl_source, _nixl_destination, layers * blocks, block_bytes, rounds) as pair:
         return msgspec.convert(pair.result(_WAIT), list[Posted])
 

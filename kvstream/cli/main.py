@@ -22,6 +22,7 @@ _COMMANDS = {
     "demo": "prefill in one process, decode in others, KV cache streamed between",
     "server": "run a NATS server for this user's workers",
     "workers": "list the workers that are registered",
+    "bench": "measure what moves between two workers, on one host or two",
     "doctor": "check this machine: what works, what does not, what to do about it",
 }
 _INTERRUPTED = 130
@@ -104,6 +105,10 @@ def _load(name: str) -> _Command:
         from kvstream.cli import workers
 
         return workers
+    if name == "bench":
+        from kvstream.cli import bench
+
+        return bench
     from kvstream.cli import doctor
 
     return doctor

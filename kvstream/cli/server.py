@@ -7,14 +7,12 @@ end. It must never show a credential.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
-import signal
 import socket
 
 import msgspec
 
-from kvstream.cli.loop import run_loop
+from kvstream.cli.loop import run_loop, until_signalled
 from kvstream.discovery import shared_server
 from kvstream.discovery.credentials import redact
 from kvstream.discovery.server_file import server_file_path
@@ -42,21 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(port: int, *, as_json: bool) -> int:
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    # From here on a signal ends the command cleanly wherever it is, in the middle of the start too.
-    holding = loop.create_task(_hold(port, as_json=as_json))
-    stopping = loop.create_task(stop.wait())
-    try:
-        await asyncio.wait({holding, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        holding.cancel()
-        stopping.cancel()
-        await asyncio.wait({holding, stopping})
-    if not holding.cancelled():
-        holding.result()
+    await until_signalled(_hold(port, as_json=as_json))
     return 0
 
 
