@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 
 import numpy as np
@@ -14,6 +15,18 @@ from kvstream.transport.base import StagingBudget
 from kvstream.transport.inproc import InprocNetwork, InprocTransport
 
 LAYOUT = KVLayout(layers=4, kv_heads=2, head_dim=8, block_tokens=4, dtype="float16")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> Iterator[None]:
+    """Interrupts reach the commands that tests start: a shell starts what it puts into the background with SIGINT
+    ignored, and that is inherited over exec, by all children."""
+    inherited = signal.getsignal(signal.SIGINT)
+    if inherited is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    if inherited is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, inherited)
 
 
 def fill(pool: KVPool, seed: int) -> None:

@@ -220,7 +220,7 @@ class Links:
 
     async def _introduce(self, link: _Link, record: WorkerRecord) -> None:
         mine, connection = self._identity, link.connection
-        challenge = await link.inbox.get()
+        challenge = await _heard(link)
         if not isinstance(challenge, wire.Challenge):
             raise ProtocolError(f"{record.id} opened with a {type(challenge).__name__} frame")
         # Whatever versions the challenge names, the Hello goes out: a peer that speaks none of ours rejects it, and
@@ -244,9 +244,7 @@ class Links:
             _few(self._driver.core.connecting(record.id)),
         )
         self._send(link, [hello])
-        answer = await link.inbox.get()
-        if isinstance(answer, wire.Reject):
-            raise from_code(answer.code, answer.message, retry_after=answer.retry_after)
+        answer = await _heard(link)
         if not isinstance(answer, wire.Welcome):
             raise ProtocolError(f"{record.id} answered the handshake with a {type(answer).__name__} frame")
         wire.negotiate(answer.version, answer.version)
@@ -394,8 +392,9 @@ class Links:
         link.closed = True
         link.up = False
         del self._links[link.id]
-        if link.inbox.empty():
-            # Whoever waits for a handshake frame is told by a frame, as a peer would have done it.
+        if not link.inbox.full():
+            # Whoever waits for a handshake frame is told by a frame, as a peer would have done it, after what the peer
+            # itself has said. (A full inbox holds more than a handshake takes.)
             link.inbox.put_nowait(wire.Reject(error.code, str(error)[:1000]))
         self._spawn(self._fences, link.connection.fence(), f"fence {link.peer}")
         self._driver.core.link_lost(self._driver.now(), link.id, error)
@@ -411,6 +410,14 @@ class Links:
         if not task.cancelled() and (error := task.exception()) is not None:
             # A bug, not a peer's doing: those are KVStreamErrors and handled where they arise.
             self._loop.call_exception_handler({"message": f"kvstream: {task.get_name()} failed", "exception": error})
+
+
+async def _heard(link: _Link) -> wire.Frame:
+    """The destination's next frame of the handshake. Raises what it rejects us with, or why the connection ended."""
+    frame = await link.inbox.get()
+    if isinstance(frame, wire.Reject):
+        raise from_code(frame.code, frame.message, retry_after=frame.retry_after)
+    return frame
 
 
 def _few(names: Sequence[str]) -> list[str]:

@@ -33,6 +33,7 @@ from kvstream import (
 from kvstream.discovery import MemoryBroker
 from kvstream.discovery.records import encode_record, lease_key
 from kvstream.scheduler.commands import Move
+from kvstream.transport.base import Connection, StagingBudget
 from kvstream.transport.inproc import InprocTransport
 from tests.conftest import LAYOUT, Cluster, fill, kv_bytes
 from tests.unit.test_runtime import DESTINATION, SOURCE, TOKENS, pair, prefill, settled
@@ -650,3 +651,48 @@ async def test_what_fails_in_the_handshake_leaves_no_connection(
         await asyncio.sleep(0)
     assert destination._streams.links._links == {}
     assert all(budget.used == 0 for budget in cluster.budgets.values())
+
+
+@pytest.mark.parametrize(
+    ("says", "error", "words"),
+    [
+        ("nothing", PeerLost, "closed the connection"),
+        ("challenge", PeerLost, "closed the connection"),
+        ("garbage", ProtocolError, "undecodable message"),
+        ("challenge garbage", ProtocolError, "undecodable message"),
+        ("challenge reject", LayoutMismatch, "another layout"),
+    ],
+)
+async def test_a_destination_that_ends_the_handshake_is_an_error_at_once(
+    cluster: Cluster, says: str, error: type[KVStreamError], words: str
+) -> None:
+    """All that it says is read in one go: what ends the connection must not go under behind what came before."""
+    source = await cluster.worker("prefill-0", config=RuntimeConfig(connect_timeout=60, stall_timeout=60))
+    destination = await cluster.worker("decode-0")
+    messages = {
+        "nothing": [],
+        "challenge": wire.encode(0, [wire.Challenge(wire.VERSION, wire.MIN_VERSION, b"n" * 16)]),
+        "garbage": [b""],
+        "reject": wire.encode(1, [wire.Reject("layout", "another layout")]),
+    }
+    transport = InprocTransport(cluster.network, budget=StagingBudget(0))
+
+    def accepted(connection: Connection) -> None:
+        connection.start(lambda _: None, lambda _: None)
+        for word in says.split():
+            for message in messages[word]:
+                connection.send(message)
+        # Its messages go out with the next turn; the loss follows them.
+        asyncio.get_running_loop().call_soon(asyncio.get_running_loop().call_soon, connection.close)
+
+    listening = await transport.start(accepted)
+    address = msgspec.structs.replace(destination.record.address, port=listening.port)
+    record = msgspec.structs.replace(destination.record, address=address)
+    source._registry.lookup = lambda worker: record  # type: ignore[method-assign]
+    async with asyncio.timeout(10):
+        with pytest.raises(error, match=words):
+            async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+                await tx._report()
+    await settled(source)
+    assert source._streams.links._links == {}
+    await transport.aclose()
