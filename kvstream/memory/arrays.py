@@ -217,6 +217,14 @@ class Spans:
         """Where the runs of the blocks `ids` (n,) are, in wire order: shape (n * parts,)."""
         return (ids.astype(np.uint64)[:, None] * self.steps + self.bases).ravel()
 
+    def mean_run(self, ids: Ids) -> float:
+        """Mean length in bytes of the runs of these blocks (n >= 1), where neighbours in the table that are neighbours
+        in memory count as one."""
+        if bool((self.steps != self.nbytes).any()):
+            return self.nbytes
+        stretches = 1 + int(np.count_nonzero(ids[1:] - ids[:-1] != 1))
+        return self.nbytes * len(ids) / stretches
+
     def extents(self, blocks: int) -> list[tuple[int, int]]:
         """For each part: its first byte in any of `blocks` blocks, and one past its last."""
         ends = self.bases + self.steps * np.uint64(blocks - 1) + np.uint64(self.nbytes)

@@ -188,6 +188,11 @@ class KVPool:
             return None
         return spans.addresses(self._check_ids(block_ids)), spans.nbytes
 
+    def mean_run(self, layer: int, block_ids: npt.NDArray[np.integer[Any]]) -> float:
+        """Mean length in bytes of the runs that `addresses` gives, neighbours joined; 0 where it gives none."""
+        spans = self._layers[self._check_layer(layer)].spans
+        return spans.mean_run(self._check_ids(block_ids)) if spans is not None and len(block_ids) else 0
+
     @property
     def slabs(self) -> list[tuple[int, int]]:
         """The host memory within which `addresses` are, as (address, bytes) of each stretch: disjoint, ascending. For

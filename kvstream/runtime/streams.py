@@ -30,7 +30,7 @@ from kvstream.runtime.sessions import BlockIds, Offer, ReceiveStream, SendStream
 from kvstream.scheduler.commands import Accepted, Arrived, Ended, Move, Offered, Stage, Withdrawn
 from kvstream.scheduler.core import Scheduler
 from kvstream.scheduler.driver import Driver
-from kvstream.transport.base import ByteView, Connection, Lent
+from kvstream.transport.base import MIN_LENT_RUN, ByteView, Connection, Lent
 from kvstream.wire import Frame
 
 __all__ = ["OfferHandler", "Streams"]
@@ -70,6 +70,7 @@ class Streams:
         """By stream: what is being written into its blocks asynchronously."""
         self._run_bytes = 0 if config.checksums else pool.run_bytes
         """Bytes of the runs that may be lent: none with checksums, for which the source has to touch every byte."""
+        self._block_runs = pool.layout.block_bytes // pool.run_bytes if pool.run_bytes else 0
         self._handler: OfferHandler | None = None
         self._offer_tasks: dict[int, asyncio.Task[None]] = {}
         self._on_load_changed: Callable[[], None] | None = None
@@ -253,6 +254,20 @@ class Streams:
         least = self.config.get_lend_bytes if connection.lane == "get" else self.config.lend_bytes
         return connection.lends and self._run_bytes >= least
 
+    def _pays(self, connection: Connection, command: Stage, ids: BlockIds) -> bool:
+        """Whether to lend this chunk: also small blocks, where the table has them in long stretches of memory. Joining
+        these is up to who reads; on `get` each run is an operation, unless it is a neighbour on both sides."""
+        if self._lends(connection):
+            return True
+        runs = command.layers * len(ids) * self._block_runs
+        return (
+            connection.lends
+            and connection.lane == "shared"
+            and self._run_bytes >= MIN_LENT_RUN
+            and runs <= connection.lent_runs
+            and self.pool.mean_run(command.layer, ids) >= self.config.lend_bytes
+        )
+
     def stage(self, command: Stage) -> None:
         now = self.driver.now()
         session = self._sessions.get(command.stream)
@@ -283,7 +298,7 @@ class Streams:
 
     def _lend(self, session: SendStream | ReceiveStream, connection: Connection, command: Stage, ids: BlockIds) -> bool:
         """Let the peer read the blocks where they are, if that can be and pays."""
-        if not self._lends(connection) or not isinstance(session, SendStream):
+        if not isinstance(session, SendStream) or not self._pays(connection, command, ids):
             return False
         if command.layers > 1 and connection.lane == "get":
             return False  # layers may be registered each by itself, and a loan names few slabs

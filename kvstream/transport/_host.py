@@ -112,10 +112,13 @@ class PeerMemory:
         the same number of bytes in all. Raises OSError when not all could be read, or the process has ended."""
         run = min(remote_run, local_run)
         remote, local = _cut(remote, remote_run, run), _cut(local, local_run, run)
+        # In the order of the remote memory, so that neighbours there are one run: each costs the kernel a look-up.
+        order = np.argsort(remote, kind="stable")
+        remote, local = remote[order], local[order]
         for start in range(0, len(local), self._MAX_RUNS):
-            theirs = _vectors(remote[start : start + self._MAX_RUNS], run)
-            ours = _vectors(local[start : start + self._MAX_RUNS], run)
-            size = len(ours) * run
+            window = slice(start, start + self._MAX_RUNS)
+            theirs, ours = _vectors(remote[window], run), _vectors(local[window], run)
+            size = len(local[window]) * run
             count = self._readv(
                 self._pid,
                 ctypes.c_void_p(ours.ctypes.data), ctypes.c_ulong(len(ours)),
@@ -143,10 +146,12 @@ def _cut(addresses: npt.NDArray[np.uint64], run: int, shorter: int) -> npt.NDArr
 
 
 def _vectors(addresses: npt.NDArray[np.uint64], run: int) -> npt.NDArray[np.uint64]:
-    """An array of struct iovec."""
-    vectors = np.empty((len(addresses), 2), np.uint64)
-    vectors[:, 0] = addresses
-    vectors[:, 1] = run
+    """An array of struct iovec, runs that are neighbours in sequence and in memory joined."""
+    first = np.flatnonzero(addresses[1:] - addresses[:-1] != np.uint64(run)) + 1
+    first = np.concatenate(([0], first))
+    vectors = np.empty((len(first), 2), np.uint64)
+    vectors[:, 0] = addresses[first]
+    vectors[:, 1] = np.diff(first, append=len(addresses)) * run
     return vectors
 
 

@@ -88,6 +88,32 @@ async def test_blocks_reused_in_the_middle_of_a_read_do_not_count(
             await tx.done()
 
 
+@pytest.mark.parametrize(("blocks", "lent"), [(list(range(8)), [8]), ([0, 2, 1, 3, 5, 4, 7, 6], [])])
+async def test_small_blocks_are_lent_where_the_table_has_them_in_long_stretches(
+    blocks: list[int], lent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the table here, the bytes are the same; only the way is another."""
+    lend = UcxConnection.lend
+    loans: list[int] = []
+
+    def note(connection: UcxConnection, slot: int, runs: Lent) -> int:
+        loans.append(len(runs.addresses))
+        return lend(connection, slot, runs)
+
+    monkeypatch.setattr(UcxConnection, "lend", note)
+    async for workers in started("shared", lend_bytes=4 * LAYOUT.block_bytes):
+        source, target = workers.source.pool, workers.target.pool
+        source.layer(0).view(np.uint8)[...] = np.arange(8, dtype=np.uint8).reshape(8, *[1] * (source.layer(0).ndim - 1))
+        tokens = 8 * LAYOUT.block_tokens
+        async with workers.target.receive("t", blocks=[5, 1, 2, 3, 7, 0, 4, 6], tokens=tokens) as rx:
+            async with workers.source.send("t", blocks=blocks, tokens=tokens, to="decode-0") as tx:
+                tx.layer_ready(0)
+                assert await anext(aiter(rx)) == 0
+                tx.cancel()
+        assert np.array_equal(target.layer(0)[[5, 1, 2, 3, 7, 0, 4, 6]], source.layer(0)[blocks])
+    assert loans == lent
+
+
 class Held:
     """Gets of the destination that are posted to nobody: under way, for as long as the test likes."""
 
@@ -139,15 +165,18 @@ def untouched(workers: Workers) -> bool:
 
 @pytest.mark.parametrize("how", ["cancel", "deadline", "source"])
 async def test_the_end_waits_for_what_is_on_its_way_into_the_blocks(readers: Workers, held: Held, how: str) -> None:
-    async with readers.receive(deadline=0.3 if how == "deadline" else 60) as rx, readers.send() as tx:
+    async with readers.receive(deadline=30) as rx, readers.send() as tx:
         tx.layer_ready(0)
         await held.first()
-        core = readers.target._streams.core
+        core, driver = readers.target._streams.core, readers.target._streams.driver
         assert core.streams == 1
         if how == "cancel":
             rx.cancel("changed its mind")
         elif how == "source":
             tx.cancel("changed its mind")
+        else:
+            core.tick(driver.now() + 31)
+            driver.pump()
         async with asyncio.timeout(5):
             while core.streams:  # the scheduler is done with it
                 await asyncio.sleep(0.001)

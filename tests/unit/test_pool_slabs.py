@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 
 from kvstream import KVLayout, KVPool
@@ -58,3 +59,27 @@ def test_blocks_in_pieces_have_none() -> None:
     layout = KVLayout(layers=1, kv_heads=2, head_dim=8, block_tokens=4, dtype="float16")
     padded = np.zeros((BLOCKS, *layout.block_shape[:-1], 16), np.float16)
     assert KVPool.wrap(layout, [padded[..., :8]]).slabs == []
+
+
+def test_the_mean_run_joins_neighbours_in_table_and_memory() -> None:
+    pool = KVPool.allocate(LAYOUT, blocks=12)
+    block = LAYOUT.block_bytes
+    for ids, mean in (
+        ([3], 1),
+        ([3, 4, 5, 6], 4),
+        ([3, 4, 8, 9], 2),
+        ([3, 4, 5, 9], 2),
+        ([6, 5, 4, 3], 1),
+        ([0, 2, 4], 1),
+    ):
+        assert pool.mean_run(1, np.array(ids)) == mean * block, ids
+    assert pool.mean_run(1, np.array([], np.intp)) == 0
+
+
+def test_the_mean_run_of_k_and_v_apart_is_that_of_each() -> None:
+    memory = np.zeros((2, 12, PART), np.uint8)
+    pool = KVPool.wrap(msgspec.structs.replace(LAYOUT, layers=1), [(memory[0], memory[1])])
+    assert pool.mean_run(0, np.arange(4)) == 4 * PART
+    padded = np.zeros((2, 12, PART + 64), np.uint8)[..., :PART]
+    pool = KVPool.wrap(msgspec.structs.replace(LAYOUT, layers=1), [(padded[0], padded[1])])
+    assert pool.mean_run(0, np.arange(4)) == PART
