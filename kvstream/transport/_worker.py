@@ -105,7 +105,6 @@ class _State:
         worker, self.ucxx_worker = self.ucxx_worker, None
         if worker is None:
             return
-        self.listen_no_more()
         for handle in self.endpoints:
             self.ucp.force_close(handle, self.params, 0)
         self.endpoints.clear()
@@ -120,15 +119,13 @@ class _State:
         for memory in self.memories:
             self.ucp.unmap_memory(self.context, memory)
         self.memories.clear()
-        # The last reference to the ucxx object: with it go the worker and its context.
-        del worker
-
-    def listen_no_more(self) -> None:
         if self.listener:
             while self.requests:
                 self.ucp.reject(self.listener, self.requests.popleft())
             self.ucp.listener_destroy(self.listener)
             self.listener = 0
+        # The last reference to the ucxx object: with it go the worker and its context.
+        del worker
 
     def complete(self) -> None:
         """Hand out final statuses."""
@@ -297,7 +294,10 @@ class UcpWorker:
     def __init__(self, ucp: _ucp.Ucp, loop: asyncio.AbstractEventLoop, options: dict[str, str]) -> None:
         self.ucp = ucp
         self.loop = loop
-        self._on_endpoint: Callable[[Endpoint], None] | None = None
+        self.port = 0
+        """Where it listens; 0: it does not."""
+        self.on_endpoint: Callable[[Endpoint], None] | None = None
+        """Gets each endpoint that comes in, from the loop; without it they are rejected."""
         self._state = state = _State(ucp, options)
         # Also without an aclose the handles have to go before the interpreter takes the callbacks away.
         self._finalizer = weakref.finalize(self, state.shutdown)
@@ -320,22 +320,22 @@ class UcpWorker:
     def error(self, status: int) -> str:
         return self.ucp.error(status)
 
-    def listen(self, host: str, port: int, on_endpoint: Callable[[Endpoint], None]) -> int:
-        """Listen on an IPv4 address; the port (0: any) is returned. Raises ConfigError when it can't be had."""
-        state = self._state
+    def listen(self, host: str, port: int) -> None:
+        """Listen on an IPv4 address and a port (0: any) until the worker is closed. Raises ConfigError when it can't
+        be had, PeerLost when the worker has ended.
+
+        UCX can't stop listening alone: its thread would follow a request that is on its way to the listener that was.
+        """
+        state = self._open_state()
         status, listener = self.ucp.listen(state.worker, host, port, state.on_request)
         if status != _ucp.OK:
             raise ConfigError("data_interface", f"UCX can't listen on {host}:{port}: {self.error(status)}")
         state.listener = listener
-        self._on_endpoint = on_endpoint
-        return self.ucp.listener_port(listener)
-
-    def stop_listening(self) -> None:
-        self._state.listen_no_more()
+        self.port = self.ucp.listener_port(listener)
 
     def connect(self, host: str, port: int) -> Endpoint:
         """Begin to connect. A refusal comes as the endpoint's failure. Raises PeerLost when it can't even begin."""
-        state = self._state
+        state = self._open_state()
         status, handle = self.ucp.connect(state.worker, host, port, state.on_error)
         if status != _ucp.OK:
             raise PeerLost(f"{host}:{port} can't be reached: {self.error(status)}")
@@ -355,6 +355,11 @@ class UcpWorker:
             operation.left = 1
             self._state.end(key, _ucp.CANCELED)
 
+    def _open_state(self) -> _State:
+        if self._state.ucxx_worker is None:
+            raise PeerLost("this worker is closed")
+        return self._state
+
     def _settle(self) -> None:
         state = self._state
         state.complete()
@@ -372,13 +377,13 @@ class UcpWorker:
     def _accept(self, request: int) -> None:
         state = self._state
         peer = self.ucp.client_address(request)
-        if self._on_endpoint is None:
+        if self.on_endpoint is None:
             self.ucp.reject(state.listener, request)
             return
         status, handle = self.ucp.accept(state.worker, request, state.on_error)
         # A dialer that is gone again is not an event: nobody here has heard of it.
         if status == _ucp.OK:
-            self._on_endpoint(Endpoint(self, state, handle, peer))
+            self.on_endpoint(Endpoint(self, state, handle, peer))
 
 
 def _drop_message(*_: object) -> int:

@@ -31,6 +31,7 @@ from kvstream.transport._loans import MAX_KEY_BYTES, MAX_KEYS_BYTES, Exports, Ke
 from kvstream.transport._mailbox import Mailbox
 from kvstream.transport._probe import LaneReport, probe_lanes
 from kvstream.transport._slots import HEADER, NONCE_BYTES, MemoryFile, Slots, allocate, area_bytes, map_peer
+from kvstream.transport._warmup import converse
 from kvstream.transport._worker import Endpoint, Region, UcpWorker
 from kvstream.transport.base import (
     LANES,
@@ -50,6 +51,9 @@ __all__ = ["LaneReport", "UcxConnection", "UcxTransport", "probe_lanes"]
 
 _BACKLOG = 4096
 """Control messages that may be unsent, and received but undelivered, on one connection."""
+
+_WARM_UP_SECONDS = 1.0
+"""Bound on what a worker may take to connect to itself at its start. It takes 20 ms, or 80 ms where `get` matters."""
 
 _MAX_SLOTS = 4096
 _MAX_SLOT_BYTES = 1 << 30
@@ -751,6 +755,7 @@ class UcxTransport(Transport):
         self._registered: list[Region] = []
         self._exports: Exports | None = None
         self._has_rdma = False
+        self._warming: asyncio.Task[None] | None = None
         self._closed = False
 
     async def start(self, on_connection: Callable[[Connection], None]) -> ListenAddress:
@@ -759,15 +764,30 @@ class UcxTransport(Transport):
         self._on_connection = on_connection
         # Importing ucxx takes most of a second, the rest reads files.
         interface = await asyncio.to_thread(self._prepare)
-        self._tcp = self._open_worker({"TLS": "tcp"})
-        port = self._tcp.listen(interface.bind, self._port, self._accept_plain)
+        if self._closed:
+            raise PeerLost("this transport was closed while it started")
+        self._tcp = self._open_worker(self._tcp_options())
+        self._tcp.listen(interface.bind, self._port)
         get_port = 0
         if "get" in self._lanes:
-            get_port = self._open_reader().listen(interface.bind, self._get_port, self._accept_reads)
+            reader = self._open_reader()
+            reader.listen(interface.bind, self._get_port)
+            get_port = reader.port
+        # While nobody has been told where to dial. A start that is cancelled leaves it to run to its (near) end:
+        # UCX can crash where a worker goes while a connection to it comes about.
+        warm_up = self._warm_up(self._tcp, self._reader, interface.host)
+        self._warming = asyncio.create_task(warm_up, name="warm-up of UCX")
+        await asyncio.wait((self._warming,))
+        self._warming.result()
+        if self._closed:
+            raise PeerLost("this transport was closed while it started")
+        self._tcp.on_endpoint = self._accept_plain
+        if self._reader is not None:
+            self._reader.on_endpoint = self._accept_reads
         return ListenAddress(
             transport=self.name,
             host=interface.host,
-            port=port,
+            port=self._tcp.port,
             host_id=self.host_id,
             scope=interface.scope,
             get_port=get_port,
@@ -819,9 +839,11 @@ class UcxTransport(Transport):
 
     async def aclose(self) -> None:
         self._closed = True
+        if self._warming is not None:
+            await asyncio.wait((self._warming,))
         for worker in (self._tcp, self._reader):
             if worker is not None:
-                worker.stop_listening()
+                worker.on_endpoint = None
         await asyncio.gather(*(connection.fence() for connection in self._connections))
         for worker in (self._tcp, self._reader):
             if worker is not None:
@@ -868,6 +890,28 @@ class UcxTransport(Transport):
         self._ucp = _ucp.load()
         return interface
 
+    async def _warm_up(self, tcp: UcpWorker, reader: UcpWorker | None, host: str) -> None:
+        """Have UCX choose its protocols now, not while the first peer waits for it (see _warmup)."""
+        try:
+            async with asyncio.timeout(_WARM_UP_SECONDS):
+                await converse(tcp, tcp, host)
+                # Elsewhere peers come over the other worker only where they are not allowed anything better.
+                if reader is not None and (self._has_rdma or "shared" not in self._lanes):
+                    await self._warm_up_reader(reader, host)
+        except (KVStreamError, TimeoutError) as error:
+            _log.info("the first connections will be slow: UCX was not warmed up", why=str(error) or "no time left")
+
+    async def _warm_up_reader(self, reader: UcpWorker, host: str) -> None:
+        # What UCX chooses here differs between a worker's connection to itself and one to a peer, and between the
+        # sides. The stand-in for a peer has no use for good protocols, and without choosing any it is ready at once.
+        peer = self._open_worker({"PROTO_ENABLE": "n"})
+        try:
+            peer.listen(host, 0)
+            await converse(reader, peer, host)
+            await converse(peer, reader, host)
+        finally:
+            peer.close()
+
     def _first_lane(self, address: ListenAddress, lanes: tuple[Lane, ...]) -> Lane:
         same_host = address.host_id == self.host_id
         for lane in LANES:
@@ -886,13 +930,25 @@ class UcxTransport(Transport):
             self._reader = self._open_worker({})
         return self._reader
 
+    def _tcp_options(self) -> dict[str, str]:
+        """Options of the worker that speaks TCP only."""
+        options = {"TLS": "tcp"}
+        if self._interface is not None and len(self._interface.devices) == 1:
+            # There is no second device to look for: connections come about in fewer steps.
+            options["CM_USE_ALL_DEVICES"] = "n"
+        return options
+
     def _open_worker(self, options: Mapping[str, str]) -> UcpWorker:
         if self._ucp is None or self._interface is None:
             raise RuntimeError("the transport is not started")
-        fixed = {"RNDV_THRESH": "inf", **options}
+        # UCX's own thread, which sees to its sockets, and the loop share a lock. A spinlock costs the loop the time
+        # slices of others (10 ms per connection on a busy machine) whenever that thread is put to sleep holding it.
+        fixed = {"RNDV_THRESH": "inf", "USE_MT_MUTEX": "y", **options}
         if self._interface.devices:
             # Not only the listener: each TCP device of UCX listens on its own address.
             fixed["NET_DEVICES"] = ",".join(self._interface.devices)
+            # Which of them has the default route would be asked of the kernel a hundred times a connection.
+            fixed["TCP_PREFER_DEFAULT"] = "n"
         return UcpWorker(self._ucp, asyncio.get_running_loop(), {**fixed, **self._options})
 
     def _accept_plain(self, endpoint: Endpoint) -> None:
