@@ -84,7 +84,7 @@ def _row(block_bytes: int, transport: str, total: int, turns: int, rounds: int) 
 
 def run(options: Options) -> dict[str, Any]:
     """Every block size; `loaded`: something else used the machine (see machine.ForeignLoad)."""
-    load = machine.ForeignLoad()
+    load = machine.ForeignLoad(options.pick(0.5, 0.5, 0.0))
     sizes = options.pick(SIZES, SIZES[::4], SIZES[1:2])
     total, turns, rounds = options.pick((TOTAL, TURNS, ROUNDS), (TOTAL, 1, 2), (TOTAL >> 6, 1, 1))
     rows = [_row(block_bytes, options.transport, total, turns, rounds) for block_bytes in sizes]
