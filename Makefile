@@ -17,9 +17,9 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
-# The peer that kvstream is measured against brings its own UCX; --no-deps, since it would bring PyTorch as well.
+# The peers that kvstream is measured against; a column whose peer is not installed stays empty.
 bench: $(VENV)/.bench
-	for name in transfer overlap small connect notify; do $(BIN)/python -m benchmarks $$name $(BENCH_ARGS) || exit 1; done
+	for name in transfer overlap lanes checksums small connect notify; do $(BIN)/python -m benchmarks $$name $(BENCH_ARGS) || exit 1; done
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -45,7 +45,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.demo | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.demo
-	$(PIP) install -q --no-deps nixl-cu12==1.5.1
+# NIXL brings its own UCX; --no-deps, since it would bring PyTorch as well.
+	-$(PIP) install -q --no-deps nixl-cu12==1.5.1
+# Mooncake also needs libibverbs.so.1 of the system (Debian: libibverbs1), with or without RDMA.
+	-$(PIP) install -q --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1
 	@touch $@
 
 clean:

@@ -52,7 +52,7 @@ def _row(block_bytes: int, total: int, turns: int, rounds: int) -> dict[str, Any
 
 def run(options: Options) -> dict[str, Any]:
     """Every block size; `loaded`: something else used the machine (see machine.ForeignLoad)."""
-    load = machine.ForeignLoad()
+    load = machine.ForeignLoad(options.pick(0.5, 0.5, 0.0))
     sizes = options.pick(SIZES, SIZES[::4], SIZES[1:2])
     total, turns, rounds = options.pick((TOTAL, TURNS, ROUNDS), (TOTAL, 1, 2), (TOTAL >> 6, 1, 1))
     rows = [_row(block_bytes, total, turns, rounds) for block_bytes in sizes]

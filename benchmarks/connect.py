@@ -255,7 +255,7 @@ async def _cycles(count: int) -> dict[str, Any]:
 
 def run(options: Options) -> dict[str, Any]:
     """All of it; `loaded`: something else used the machine (see machine.ForeignLoad)."""
-    load = machine.ForeignLoad()
+    load = machine.ForeignLoad(options.pick(0.5, 0.5, 0.0))
     peers, pool_bytes, cycles = options.pick(
         (PEERS, POOL_BYTES, CYCLES), (12, POOL_BYTES >> 3, 100), (3, POOL_BYTES >> 6, 20)
     )

@@ -84,7 +84,7 @@ def crossover(rows: list[dict[str, Any]], lane: str) -> int | None:
 
 def run(options: Options) -> dict[str, Any]:
     """Every block size; `loaded`: something else used the machine (see machine.ForeignLoad)."""
-    load = machine.ForeignLoad()
+    load = machine.ForeignLoad(options.pick(0.5, 0.5, 0.0))
     ways = list(_ways())
     names = [way.name for way in ways]
     sizes = options.pick(SIZES, (SIZES[0], SIZES[-1]), SIZES[2:3])

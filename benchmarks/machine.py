@@ -17,15 +17,15 @@ __all__ = ["ForeignLoad", "copy_gbps", "describe", "gather_gbps", "summary"]
 
 
 class ForeignLoad:
-    """Whether something else uses the processors: more than a twentieth of them in the half second that it takes to
+    """Whether something else uses the processors: more than a twentieth of them in the `seconds` that it takes to
     create this, or more than a tenth of them from then on (what neither this process nor an ended child has used)."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.5) -> None:
         before = _busy_seconds()
-        time.sleep(0.5)
+        time.sleep(seconds)
         self._busy = _busy_seconds()
         self._start, self._own = time.monotonic(), _own_seconds()
-        self._before = self._busy - before > 0.05 * 0.5 * _processors()
+        self._before = self._busy - before > 0.05 * seconds * _processors()
 
     def seen(self) -> bool:
         """Call it when the benchmark's processes have ended."""

@@ -91,7 +91,7 @@ def measure(lane: str, rounds: int = ROUNDS, warm_up: int = WARM_UP) -> dict[str
 
 def run(options: Options) -> dict[str, Any]:
     """Measure each lane. `loaded`: something else used the machine (see machine.ForeignLoad)."""
-    load = machine.ForeignLoad()
+    load = machine.ForeignLoad(options.pick(0.5, 0.5, 0.0))
     rounds, warm_up = options.pick((ROUNDS, WARM_UP), (ROUNDS, WARM_UP), TINY)
     rows = [measure(lane, rounds, warm_up) for lane in options.pick(LANES, LANES[:1], LANES[:1])]
     return {"loaded": load.seen(), "machine": machine.describe(), "rounds": rounds - warm_up, "rows": rows}

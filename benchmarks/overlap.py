@@ -128,7 +128,7 @@ def _rows(shape: Shape, heaviest: bool, rounds: int) -> list[dict[str, Any]]:
 
 def run(options: Options) -> dict[str, Any]:
     """Every number of layers, size and kind of computing; `loaded`: see machine.ForeignLoad."""
-    load = machine.ForeignLoad()
+    load = machine.ForeignLoad(options.pick(0.5, 0.5, 0.0))
     # One thread computes: a BLAS that takes every core would measure itself.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     layers, sizes, rounds = options.pick(

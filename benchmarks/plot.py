@@ -17,7 +17,8 @@ __all__ = ["Figure", "Panel", "render", "size"]
 class Panel:
     """Bars in groups: one bar per series in each group. `series` is (name, one value per group); a missing value is
     None, and a series of nothing else takes no room. `colors`: of each series, 0 and 5 kvstream, 1, 2 and 6 who it is
-    compared with, 3 and 4 limits of the machine. `log`: bars start at the power of ten below the least value."""
+    compared with, 3 and 4 limits of the machine; where nobody is compared they only tell series apart. `log`: bars
+    start at the power of ten below the least value."""
 
     title: str
     groups: tuple[str, ...]
@@ -102,7 +103,7 @@ def _panel(panel: Panel, top: float) -> Iterator[str]:
         yield _text("text", _LEFT - 8, y + 4, f"{at:g}", size=11, anchor="end")
     step = (_RIGHT - _LEFT) / len(panel.groups)
     thick = min(46.0, step * 0.84 / max(1, len(shown)))
-    font = 11 if thick >= 30 else 9 if thick >= 20 else 0
+    font = 11 if thick >= 30 else 9 if thick >= 18 else 0
     for index, group in enumerate(panel.groups):
         middle = _LEFT + (index + 0.5) * step
         yield _text("text", middle, lower + 18, group, size=11.5, anchor="middle")

@@ -57,7 +57,7 @@ def _post(layers: int, blocks: int, rounds: int) -> dict[str, Any]:
 
 def run(options: Options) -> dict[str, Any]:
     """All of it; `loaded`: something else used the machine (see machine.ForeignLoad)."""
-    load = machine.ForeignLoad()
+    load = machine.ForeignLoad(options.pick(0.5, 0.5, 0.0))
     rounds, tiny = options.pick((ROUNDS, TINY), (2, 320), (1, 64))
     lanes = options.pick(notify.LANES, notify.LANES[:1], notify.LANES[:1])
     trips = options.pick((notify.ROUNDS, notify.WARM_UP), (notify.ROUNDS, notify.WARM_UP), notify.TINY)

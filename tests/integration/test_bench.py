@@ -271,3 +271,23 @@ async def test_what_is_refused(hub: MemoryBrokerServer, request_: Any, reason: s
         with pytest.raises(Refused, match=reason):
             await one.ask(request_)
         await one.ask(encode(Probe()))
+
+
+async def test_a_request_that_is_given_up_anywhere_leaves_the_server_whole(hub: MemoryBrokerServer) -> None:
+    shape = Shape.fit(4096, 1 << 18)
+    async with AsyncExitStack() as stack:
+        one = await client(stack, hub, "one")
+        await one.ask(encode(Probe()))
+        for number, turns in enumerate((0, 3, 10, 30, 100, 300)):
+            asking = asyncio.create_task(one.ask(encode(Open(f"{number:08}", shape))))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.wait({asking})
+        await one.ask(encode(Open("f" * 8, shape)))
+        empty = shape.pool(np.zeros(shape.nbytes, np.uint8))
+        await one.ask(encode(Verify(digest(empty, shape.table(0)))))
+        names = {record.name for record in one.runtime.registry.workers()}
+        assert {name for name in names if name.startswith("bob-")} == {f"bob-{'f' * 8}"}
+        for _ in range(20):  # no request's block was lost
+            await one.ask(encode(Probe()))

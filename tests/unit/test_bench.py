@@ -119,6 +119,7 @@ def test_slow_messages_are_explained() -> None:
     assert check.name == "round trip"
     assert "5000 us" in advice([check])
     assert "-> " in advice([check])
+    assert judge_host(link(same_host=False, round_trip_us=Times(5, 5000.0, 9000.0, 9000.0)), None) == []
 
 
 async def test_one_host_needs_no_network() -> None:

@@ -99,7 +99,7 @@ async def _serve(args: argparse.Namespace) -> None:
             args.serve,
             broker,
             memory=args.bytes,
-            lanes=None if args.lane == "auto" else args.lane,
+            lane=None if args.lane == "auto" else args.lane,
             data_interface=args.data_interface,
         )
         await server.run(ready)

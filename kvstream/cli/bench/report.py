@@ -78,10 +78,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge_host(link: Link, lane: Lane | None) -> list[Check]:
-    """Of two workers on one host, or any two: whether the lane could be a faster one (unless `lane` was asked for), and
-    whether messages take longer than they should."""
+    """Of two workers on one host: whether the lane could be a faster one (unless `lane` was asked for), and whether
+    messages take longer than they should."""
+    if not link.same_host:
+        return []
     checks: list[Check] = []
-    if link.same_host and lane is None:
+    if lane is None:
         if link.lane != "shared":
             found = f"same host, but the lane is {link.lane}: the workers can't share memory"
             checks += judge_lanes([LaneResult(lane="shared", error=found)])[:1]

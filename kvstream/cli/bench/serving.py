@@ -84,12 +84,12 @@ class BenchServer:
         broker: Broker,
         *,
         memory: int,
-        lanes: Lane | None = None,
+        lane: Lane | None = None,
         data_interface: str | None = None,
     ) -> None:
         self._name = name
         self._broker = broker
-        self._lanes: Lane | None = lanes
+        self._lane: Lane | None = lane
         self._data_interface = data_interface
         # Pages are taken when first used: a measurement of little takes little.
         self._memory: ByteView = np.empty(memory, np.uint8)
@@ -105,7 +105,7 @@ class BenchServer:
             name,
             pool=pool,
             roles=roles,
-            lanes=self._lanes or "auto",
+            lanes=self._lane or "auto",
             data_interface=self._data_interface,
             broker=self._broker,
         )
