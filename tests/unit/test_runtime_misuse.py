@@ -696,3 +696,43 @@ async def test_a_destination_that_ends_the_handshake_is_an_error_at_once(
     await settled(source)
     assert source._streams.links._links == {}
     await transport.aclose()
+
+
+async def test_a_device_event_that_comes_after_the_end_is_not_waited_for(cluster: Cluster) -> None:
+    """The engine's thread does not know that the stream was left meanwhile; nobody would own that wait."""
+    source, _ = await pair(cluster)
+    waited: list[int] = []
+
+    class DeviceEvent:
+        def synchronize(self) -> None:
+            waited.append(1)
+
+    async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+        pass
+    tx.layer_ready(0, event=DeviceEvent())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert tx._events is None
+    assert waited == []
+
+
+async def test_closing_twice_at_once_keeps_the_order_of_leaving(cluster: Cluster) -> None:
+    source, _ = await pair(cluster)
+    assert source._stack is not None
+    release = asyncio.Event()
+    order: list[str] = []
+
+    async def slow() -> None:
+        await release.wait()
+        order.append("first")
+
+    source._stack.callback(order.append, "second")
+    source._stack.push_async_callback(slow)
+    closing = [asyncio.create_task(source.aclose()) for _ in range(2)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert order == []
+    assert not any(task.done() for task in closing)
+    release.set()
+    await asyncio.gather(*closing)
+    assert order == ["first", "second"]

@@ -179,8 +179,8 @@ class _Worker:
     async def _run(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except KVStreamError:
-            self._leaving = True  # before the group knows, which shuts down for it
+        except BaseException:
+            self._leaving = True  # before the group knows, which shuts down for whatever this is
             raise
 
     # -- prefill
