@@ -42,7 +42,7 @@ from kvstream.discovery.credentials import NatsTarget, refresh_target
 from kvstream.discovery.nats import NatsBroker
 from kvstream.discovery.server_file import process_start, read_server_file
 from kvstream.errors import BrokerUnavailable, ConfigError, UnknownWorker
-from tests.timing import in_time, timed
+from tests.timing import Late, in_time, timed
 
 TTL = 1.0
 
@@ -236,6 +236,7 @@ class Proxy:
 
 
 @pytest.mark.parametrize("full", [False, True])
+@timed
 async def test_a_frozen_connection_is_replaced(server: EmbeddedServer, full: bool) -> None:
     """nats.py 671, PR 914: a peer frozen with full socket buffers blocked the reconnect for ever."""
     async with Proxy(server.port).running() as proxy:
@@ -250,17 +251,20 @@ async def test_a_frozen_connection_is_replaced(server: EmbeddedServer, full: boo
                 results = await asyncio.gather(*puts, return_exceptions=True)
                 assert all(isinstance(result, BrokerUnavailable) for result in results)
             await replaced
-            assert proxy.connections == 2
             await works(broker)
+            if proxy.connections > 2:
+                raise Late("an answer: the next connection was replaced too")
             # The old socket is not left to a peer that takes nothing any more.
             assert old._io_writer.transport.get_extra_info("socket").fileno() == -1
 
 
 async def test_a_cut_connection_is_replaced_at_once(server: EmbeddedServer) -> None:
     async with Proxy(server.port).running() as proxy:
-        async with await connect(server, url=server.url.replace(str(server.port), str(proxy.port))) as broker:
+        # No probe finds it out.
+        url = server.url.replace(str(server.port), str(proxy.port))
+        async with await connect(server, url=url, probe=600.0) as broker:
             for _ in range(3):
-                replaced = asyncio.ensure_future(down_and_up(broker, 2))
+                replaced = asyncio.ensure_future(down_and_up(broker, 20))
                 await asyncio.sleep(0)
                 proxy.cut()
                 await replaced
@@ -269,8 +273,8 @@ async def test_a_cut_connection_is_replaced_at_once(server: EmbeddedServer) -> N
 
 async def test_a_connected_zombie_is_replaced_at_once(server: EmbeddedServer) -> None:
     """nats.py 671: the read loop had ended and the client went on as connected."""
-    async with await connect(server) as broker:
-        replaced = asyncio.ensure_future(down_and_up(broker, 2))
+    async with await connect(server, probe=600.0) as broker:
+        replaced = asyncio.ensure_future(down_and_up(broker, 20))
         await asyncio.sleep(0)
         broker._link._client._reading_task.cancel()  # type: ignore[union-attr]
         await replaced
@@ -280,19 +284,28 @@ async def test_a_connected_zombie_is_replaced_at_once(server: EmbeddedServer) ->
 async def test_refused_credentials_on_a_reconnect_are_tried_again_and_told_once(
     server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with await connect(server) as broker:
+    tries: asyncio.Queue[None] = asyncio.Queue()
+
+    async def refresh(target: NatsTarget) -> NatsTarget:
+        tries.put_nowait(None)
+        return target
+
+    async with await connect(server, refresh=refresh) as broker:
         good = server.password
         server.password = "another"
         await server.restart()
-        with pytest.raises(TimeoutError):
-            await down_and_up(broker, 1.5)
+        while not tries.empty():
+            tries.get_nowait()
+        async with asyncio.timeout(30):
+            for _ in range(4):
+                await tries.get()
         assert not broker.connected
         warnings = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
         (told,) = [text for text in warnings if "refuses the credentials" in text]
         assert "; correct them" in told and good not in told
         server.password = good
         await server.restart()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             await broker.wait_connected()
         await works(broker)
 
@@ -381,6 +394,7 @@ async def fleet(server: EmbeddedServer, size: int, **options: Any) -> AsyncItera
 
 
 @pytest.mark.parametrize("options", [{}, {"probe": 0.2, "timeout": 0.3}], ids=["unnoticed", "noticed"])
+@timed
 async def test_a_frozen_broker_loses_nobody(server: EmbeddedServer, options: dict[str, float]) -> None:
     """dynamo 3493, on a broker that is stopped for longer than the leases and then goes on."""
     async with fleet(server, 5, **options) as (workers, viewer), viewer.watch() as changes:
@@ -395,7 +409,8 @@ async def test_a_frozen_broker_loses_nobody(server: EmbeddedServer, options: dic
             async with asyncio.timeout(TTL * 1.8):
                 async for change in changes:
                     seen.append(change)
-        assert all(isinstance(change, Suspect | Changed) for change in seen), seen
+        if not all(isinstance(change, Suspect | Changed) for change in seen):
+            raise Late(f"an answer or a renewal: {seen}")
         assert len(viewer.workers()) == 5
         assert all(worker.registered for worker in workers)
 
