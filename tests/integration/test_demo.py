@@ -180,8 +180,16 @@ async def test_smollm2_on_the_automatic_lane(tmp_path: Path) -> None:
         raise Late(f"overlap {by_name['long']['overlap']}")
 
 
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "decode-1", "nats"])
-async def test_a_killed_child_ends_the_demo(victim: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        ("prefill-0", signal.SIGKILL),
+        ("decode-0", signal.SIGKILL),
+        ("decode-1", signal.SIGINT),
+        ("nats", signal.SIGKILL),
+    ],
+)
+async def test_a_killed_child_ends_the_demo(victim: str, number: signal.Signals, tmp_path: Path) -> None:
     async with demo(tmp_path, "--model", "synthetic", "--new-tokens", "100", "--json") as run:
         await run.until("ready after")
         children = run.children()
@@ -189,13 +197,13 @@ async def test_a_killed_child_ends_the_demo(victim: str, tmp_path: Path) -> None
         watch = Watch(children)
         try:
             await run.until("medium: prefill-0 →")
-            os.kill(children[victim], signal.SIGKILL)
+            os.kill(children[victim], number)
             status = await run.end()
             assert watch.alive_after(5.0) == set()
         finally:
             watch.close()
     assert status == 1, run.err
-    name = "the NATS server ended" if victim == "nats" else f"{victim} was killed by SIGKILL"
+    name = "the NATS server ended" if victim == "nats" else f"{victim} was killed by {number.name}"
     assert run.err.splitlines()[-1].startswith(f"kvstream: {name} while medium:")
     assert run.out == ""
     assert "Traceback" not in run.err

@@ -350,6 +350,8 @@ async def _main() -> int:
 def main() -> int:
     """The process's entry. Its command line has the worker's name, for `ps`; everything else comes over stdin."""
     _die_with_parent()
+    # Ctrl-C is the coordinator's. Who sends this process one by its pid wants it to end, without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     configure_logging("warning", "console")
     return run_loop(_main())
 
