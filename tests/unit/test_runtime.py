@@ -414,10 +414,12 @@ async def test_a_frozen_peer_ends_by_the_stall_timeout(cluster: Cluster) -> None
             await rx._until(0)
             for connection in cluster.network.connections:
                 cluster.network.freeze(connection)
-            with pytest.raises(PeerLost, match="silent"):
+            with pytest.raises(PeerLost) as here:
                 await tx._report()
-            with pytest.raises(PeerLost):
+            with pytest.raises(PeerLost) as there:
                 await rx.done()
+            # Whoever counts one beat more is the first to give up; its end is then what the other one hears.
+            assert any("silent" in str(error.value) for error in (here, there))
 
 
 # ---------------------------------------------------------------------- bad input
@@ -714,7 +716,7 @@ async def test_handshake_refusals(cluster: Cluster) -> None:
 
 async def test_a_peer_from_nowhere_is_refused(cluster: Cluster) -> None:
     source = await cluster.worker("prefill-0")
-    destination = await cluster.worker("decode-0", config=RuntimeConfig(connect_timeout=0.2))
+    destination = await cluster.worker("decode-0", config=RuntimeConfig(connect_timeout=1.0))
     stranger = Stranger(cluster, source, destination)
     challenge = await stranger.dial()
     stranger.send(stranger.hello(challenge, worker="ghost-0/0"))
