@@ -34,7 +34,7 @@ __all__ = ["LaneResult", "ProbeFailed", "TransferReport", "probe_library", "prob
 CHUNKS = 8
 CHUNK_BYTES = 1 << 20
 ROUND_TRIPS = 200
-LANE_SECONDS = 2.0
+LANE_SECONDS = 4.0
 """Bound on one lane, from dialing it to its last byte."""
 CLOSE_SECONDS = 1.0
 

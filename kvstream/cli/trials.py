@@ -41,8 +41,8 @@ UCX_CHECKS = ("ucx", "transports", "rdma")
 LANE_CHECKS = ("lane shared", "lane get", "lane put", "round trip")
 NATS_CHECKS = ("server", "nats")
 
-PROBE_SECONDS = 7.0
-COMMAND_SECONDS = 5.0
+PROBE_SECONDS = 15.0
+COMMAND_SECONDS = 10.0
 
 _INSTALL_UCX = "pip install 'kvstream-runtime[cpu]', or [cu12] or [cu13] on a machine with a GPU"
 _TESTED_UCXX, _TESTED_UCX = "0.52", "1.21"

@@ -80,6 +80,7 @@ class Runtime:
         self._transport = transport
         self._handler: OfferHandler | None = None
         self._closed = False
+        self._closing = asyncio.Lock()
         self._stack: AsyncExitStack | None = None
         self._streams_or_none: Streams | None = None
         self._registry_or_none: Registry | None = None
@@ -110,7 +111,8 @@ class Runtime:
         """Leave: unregister, end what is running as cancelled, tell the peers, close. Bounded; idempotent."""
         self._closed = True
         if self._stack is not None:
-            await self._stack.aclose()
+            async with self._closing:  # each step of leaving waits for the one before, whoever asks
+                await self._stack.aclose()
 
     async def _start(self, stack: AsyncExitStack) -> None:
         config, identity = self.config, self._identity

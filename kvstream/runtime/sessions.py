@@ -244,6 +244,8 @@ class SendStream(_Stream):
     def _drain(self) -> None:
         """Hand the marks of the engine's thread to the core. On the loop."""
         self._wake_due = False
+        if self.ended:
+            self._marks.clear()
         while self._marks and self._events is None:
             layer, start, stop, when, event = self._marks.popleft()
             if event is None:

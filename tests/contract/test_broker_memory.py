@@ -1,4 +1,4 @@
-"""The in-memory broker, and the registry on it, keep their contracts."""
+"""The in-memory broker, and the registry on it, keep their contracts; in virtual time."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from transport_puppet import SLOT_BYTES, SLOTS, WAYS, lane_of, open_transport, s
 from kvstream.errors import PeerLost
 from kvstream.transport.base import Connection, ListenAddress
 from kvstream.transport.ucx import UcxConnection
+from tests.timing import Death
 
 pytestmark = pytest.mark.chaos
 
@@ -45,7 +47,9 @@ class Puppet:
         if address is not None:
             command.append(msgspec.json.encode(address).decode())
         pipe = subprocess.PIPE
-        process = await asyncio.to_thread(subprocess.Popen, command, stdin=pipe, stdout=pipe, stderr=pipe)
+        # In asyncio's debug mode slow callbacks are told on stderr.
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONASYNCIODEBUG"}
+        process = await asyncio.to_thread(subprocess.Popen, command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ)
         loop = asyncio.get_running_loop()
         stdout = asyncio.StreamReader()
         reading, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdout), process.stdout)
@@ -82,7 +86,7 @@ class Puppet:
         self.process.stdin.close()
         self._pipe.close()
         await asyncio.sleep(0)  # the pipe closes on the next turn
-        assert noise == b""
+        assert noise == b"", noise.decode(errors="replace")
 
 
 StartPuppet = Callable[..., Awaitable[Puppet]]
@@ -90,16 +94,15 @@ StartPuppet = Callable[..., Awaitable[Puppet]]
 
 @pytest.fixture
 async def puppets() -> AsyncIterator[StartPuppet]:
-    started: list[Puppet] = []
+    # A stack: what one of them gets wrong must not keep another one alive, whose pipe would keep uvloop from closing.
+    async with AsyncExitStack() as stack:
 
-    async def start(*arguments: object, **kwargs: object) -> Puppet:
-        puppet = await Puppet.start(*arguments, **kwargs)  # type: ignore[arg-type]
-        started.append(puppet)
-        return puppet
+        async def start(*arguments: object, **kwargs: object) -> Puppet:
+            puppet = await Puppet.start(*arguments, **kwargs)  # type: ignore[arg-type]
+            stack.push_async_callback(puppet.cleanup)
+            return puppet
 
-    yield start
-    for puppet in started:
-        await puppet.cleanup()
+        yield start
 
 
 class Side:
@@ -173,13 +176,13 @@ async def side(way: str) -> AsyncIterator[Side]:
 
 
 async def kill(puppet: Puppet, side: Side) -> None:
-    """Kill it; the loss is told, once, within 200 ms."""
-    killed = asyncio.get_running_loop().time()
-    puppet.process.send_signal(signal.SIGKILL)
+    """Kill it; the loss is told, once, at once: within milliseconds after the kernel's word of the death, and a second
+    on a busy machine. What else could find it out takes longer."""
+    death = Death(puppet.process.pid)
     await side.until(lambda: bool(side.losses))
     ((when, error),) = side.losses
     assert isinstance(error, PeerLost)
-    assert when - killed < 0.2
+    assert when - await death.seen() < 1
 
 
 async def test_a_killed_source(side: Side, puppets: StartPuppet) -> None:
@@ -218,7 +221,7 @@ async def test_a_frozen_source_writes_nothing_after_the_fence(side: Side, puppet
     memory = None if own is None else own.memory
     del own
     await puppet.freeze()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(20):
         await connection.fence()
     assert side.transport.budget.used == 0
     if lane_of(side.way) == "shared":
@@ -244,7 +247,7 @@ async def test_a_frozen_destination_believes_nothing_after_the_fence(side: Side,
     await puppet.freeze()
     connection.close()
     assert budget.used == own.memory.nbytes  # closing frees nothing
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(20):
         await connection.fence()
     assert budget.used == 0
     for slot in range(SLOTS):

@@ -192,7 +192,7 @@ class TransportSuite:
             pair.source.connection.send(b"%d" % number)
         pair.destination.connection.send(b"back")
         await pair.source.until(lambda: pair.source.log == [b"back"])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await last.wait()
             pair.destination.connection.close()
             assert isinstance(await lost, PeerLost)

@@ -26,6 +26,7 @@ import kvstream
 from kvstream.cli import lane_probe
 from kvstream.cli.lane_probe import ProbeFailed, probe_library, probe_transfers
 from kvstream.discovery import DataAddress, Load, NatsBroker, Registry, WorkerRecord, resolve_target
+from tests.timing import TRIES, Late, in_time, timed
 
 ROOT = Path(kvstream.__file__).parents[1]
 SECONDS = 30.0
@@ -111,6 +112,25 @@ def ended(pidfd: int) -> bool:
     return bool(poll.poll(SECONDS * 1000))
 
 
+def patient(run: Run, *args: str) -> Result:
+    """Run a command that gives up after a short time of its own: on a busy machine it is given another one."""
+    for _ in range(TRIES):
+        result = run(*args)
+        said = " ".join((result.stdout + result.stderr).split())
+        if not re.search("not finished within|no answer from NATS within|no snapshot of the registry", said):
+            break
+    return result
+
+
+def clocked(run: Run, command: str, *args: str) -> tuple[Result, float]:
+    """A command's result, and how long it took beyond what it takes to be loaded on this machine at this time."""
+    started = time.monotonic()
+    run(command, "--help")
+    loaded = time.monotonic()
+    result = run(command, *args)
+    return result, time.monotonic() - loaded - (loaded - started)
+
+
 def one_line(text: str) -> str:
     assert text.endswith("\n"), text
     assert text.count("\n") == 1, text
@@ -137,7 +157,7 @@ def test_server_says_where_it_runs_and_keeps_its_secret(start: Start, run: Run, 
     for process in (server.pid, nats_server_of(server)):
         assert password not in Path(f"/proc/{process}/cmdline").read_text()
 
-    listed = run("workers", "--json")
+    listed = patient(run, "workers", "--json")
     assert (listed.returncode, json.loads(listed.stdout), listed.stderr) == (0, {"workers": []}, "")
 
     code, out, err = end(server)
@@ -261,8 +281,8 @@ async def test_workers_are_listed(start: Start, run: Run, environ: Environ) -> N
     try:
         async with Registry(broker, rng=random.Random(1)) as registry:
             await registry.register(WORKER)
-            as_json = await asyncio.to_thread(run, "workers", "--json")
-            as_table = await asyncio.to_thread(run, "workers")
+            as_json = await asyncio.to_thread(patient, run, "workers", "--json")
+            as_table = await asyncio.to_thread(patient, run, "workers")
     finally:
         await broker.aclose()
     assert json.loads(one_line(as_json.stdout)) == {
@@ -301,13 +321,13 @@ async def test_workers_are_listed(start: Start, run: Run, environ: Environ) -> N
         ),
     ],
 )
+@timed
 def test_workers_without_a_server(run: Run, args: tuple[str, ...], code: int, words: str) -> None:
-    started = time.monotonic()
-    result = run("workers", *args)
-    assert time.monotonic() - started < 2
+    result, took = clocked(run, "workers", *args)
     assert (result.returncode, result.stdout) == (code, "")
     assert re.match(words, one_line(result.stderr))
     assert "secret" not in result.stderr
+    in_time(took, 1.7)
 
 
 def test_workers_of_a_frozen_server(start: Start, run: Run) -> None:
@@ -315,13 +335,20 @@ def test_workers_of_a_frozen_server(start: Start, run: Run) -> None:
     running(server)
     frozen = nats_server_of(server)
     os.kill(frozen, signal.SIGSTOP)
-    started = time.monotonic()
-    result = run("workers")
-    took = time.monotonic() - started
-    os.kill(frozen, signal.SIGCONT)
-    assert took < 2
-    assert (result.returncode, result.stdout) == (1, "")
-    assert re.match("kvstream: .*no answer within .*; .*`kvstream server`", one_line(result.stderr))
+
+    @timed
+    def gives_up() -> None:
+        result, took = clocked(run, "workers")
+        in_time(took, 1.7)
+        assert (result.returncode, result.stdout) == (1, "")
+        if "no answer from NATS within" in result.stderr:
+            raise Late(result.stderr)  # the whole command took that long, not the connection alone
+        assert re.match("kvstream: .*no answer within .*; .*`kvstream server`", one_line(result.stderr))
+
+    try:
+        gives_up()
+    finally:
+        os.kill(frozen, signal.SIGCONT)
 
 
 # -- doctor
@@ -351,7 +378,7 @@ def diagnosis(result: Result) -> dict[str, dict[str, str]]:
 
 def test_doctor_with_a_running_server(start: Start, run: Run) -> None:
     here = running(start("server", "--json"))
-    checks = diagnosis(run("doctor", "--json"))
+    checks = diagnosis(patient(run, "doctor", "--json"))
     assert checks["ucx"]["found"].startswith("UCX ")
     assert "tcp" in checks["transports"]["found"]
     assert checks["lane put"] == {"name": "lane put", "status": "ok", "found": "works: put, tcp/lo", "remedy": ""}
@@ -367,7 +394,7 @@ def test_doctor_without_ucxx(run: Run, environ: Environ, tmp_path: Path) -> None
     environ["PYTHONPATH"] = f"{tmp_path / 'stub'}:{ROOT}"
     environ["NATS_URL"] = "nats://127.0.0.1:1"
     environ["NATS_TOKEN"] = "secret"
-    result = run("doctor", "--json")
+    result = patient(run, "doctor", "--json")
     assert "secret" not in result.stdout
     checks = diagnosis(result)
     assert checks["ucx"]["status"] == "fail"
@@ -382,7 +409,7 @@ def test_doctor_without_ucxx(run: Run, environ: Environ, tmp_path: Path) -> None
 
 def test_doctor_for_people(run: Run, environ: Environ) -> None:
     environ["UCX_TLS"] = "tcp"  # so that nothing can read another process's memory
-    result = run("doctor")
+    result = patient(run, "doctor")
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert "\x1b" not in result.stdout

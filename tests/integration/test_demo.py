@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -18,6 +19,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+
+from tests.timing import Late, timed
 
 LIMIT = 90.0
 
@@ -143,6 +146,7 @@ def check_contract(found: dict[str, Any], model: str, new_tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("lane", "dtype"), [("shared", "bfloat16"), ("get", "float16"), ("put", "float32")])
+@timed
 async def test_each_lane_end_to_end(lane: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Settings for some other server are not the demo's.
     monkeypatch.setenv("NATS_URL", "nats://nobody.invalid:1")
@@ -156,12 +160,14 @@ async def test_each_lane_end_to_end(lane: str, dtype: str, tmp_path: Path, monke
     longest = max(found["prompts"], key=lambda prompt: prompt["tokens"])
     # 8 layers, split K and V, 3 heads of 32, in blocks of 16 tokens
     assert longest["bytes"] == 8 * -(-longest["tokens"] // 16) * 16 * 2 * 3 * 32 * (4 if dtype == "float32" else 2)
-    assert longest["overlap"] >= 0.5, "most layers arrive while later ones are being computed"
     ElementTree.parse(tmp_path / "picture.svg")
     assert "Traceback" not in run.err
+    if longest["overlap"] < 0.5:
+        raise Late(f"most layers are to arrive while later ones are computed, overlap is {longest['overlap']}")
 
 
 @pytest.mark.demo
+@timed
 async def test_smollm2_on_the_automatic_lane(tmp_path: Path) -> None:
     async with demo(tmp_path, "--model", "smollm2", "--new-tokens", "12", "--json") as run:
         assert await run.end() == 0, run.err
@@ -169,12 +175,21 @@ async def test_smollm2_on_the_automatic_lane(tmp_path: Path) -> None:
     check_contract(found, "smollm2", 12)
     by_name = {prompt["name"]: prompt for prompt in found["prompts"]}
     assert "Paris" in by_name["short"]["text"]
-    assert by_name["long"]["overlap"] >= 0.9
     assert {prompt["lane"] for prompt in found["prompts"]} == {"shared"}
+    if by_name["long"]["overlap"] < 0.9:
+        raise Late(f"overlap {by_name['long']['overlap']}")
 
 
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "decode-1", "nats"])
-async def test_a_killed_child_ends_the_demo(victim: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        ("prefill-0", signal.SIGKILL),
+        ("decode-0", signal.SIGKILL),
+        ("decode-1", signal.SIGINT),
+        ("nats", signal.SIGKILL),
+    ],
+)
+async def test_a_killed_child_ends_the_demo(victim: str, number: signal.Signals, tmp_path: Path) -> None:
     async with demo(tmp_path, "--model", "synthetic", "--new-tokens", "100", "--json") as run:
         await run.until("ready after")
         children = run.children()
@@ -182,13 +197,13 @@ async def test_a_killed_child_ends_the_demo(victim: str, tmp_path: Path) -> None
         watch = Watch(children)
         try:
             await run.until("medium: prefill-0 →")
-            os.kill(children[victim], signal.SIGKILL)
+            os.kill(children[victim], number)
             status = await run.end()
             assert watch.alive_after(5.0) == set()
         finally:
             watch.close()
     assert status == 1, run.err
-    name = "the NATS server ended" if victim == "nats" else f"{victim} was killed by SIGKILL"
+    name = "the NATS server ended" if victim == "nats" else f"{victim} was killed by {number.name}"
     assert run.err.splitlines()[-1].startswith(f"kvstream: {name} while medium:")
     assert run.out == ""
     assert "Traceback" not in run.err
@@ -226,5 +241,5 @@ async def test_children_end_with_a_killed_coordinator(tmp_path: Path) -> None:
 async def test_the_time_limit_holds(tmp_path: Path) -> None:
     async with demo(tmp_path, "--model", "synthetic", "--timeout", "0.3") as run:
         assert await run.end() == 1
-    assert "not finished within 0.3 s (while loading the model" in run.err
+    assert re.search(r"not finished within 0\.3 s \(while (starting a NATS server|loading the model)", run.err)
     assert "--timeout" in run.err

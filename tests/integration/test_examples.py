@@ -12,7 +12,9 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if "NATS" not in k} | {"PYTHONPATH": str(ROOT)}
+    # In asyncio's debug mode slow callbacks are told on stderr.
+    kept = {k: v for k, v in os.environ.items() if "NATS" not in k and k != "PYTHONASYNCIODEBUG"}
+    environment = kept | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=60, env=environment, check=False
     )

@@ -42,6 +42,7 @@ from kvstream.discovery.credentials import NatsTarget, refresh_target
 from kvstream.discovery.nats import NatsBroker
 from kvstream.discovery.server_file import process_start, read_server_file
 from kvstream.errors import BrokerUnavailable, ConfigError, UnknownWorker
+from tests.timing import Late, in_time, timed
 
 TTL = 1.0
 
@@ -74,7 +75,7 @@ def record(name: str, incarnation: int = 1) -> WorkerRecord:
     )
 
 
-async def down_and_up(broker: NatsBroker, timeout: float = 15) -> None:
+async def down_and_up(broker: NatsBroker, timeout: float = 30) -> None:
     """Wait until the broker has noticed a loss and is connected again."""
     async with asyncio.timeout(timeout):
         lost = asyncio.Event()
@@ -85,7 +86,7 @@ async def down_and_up(broker: NatsBroker, timeout: float = 15) -> None:
         await broker.wait_connected()
 
 
-async def works(broker: NatsBroker, timeout: float = 5) -> None:
+async def works(broker: NatsBroker, timeout: float = 20) -> None:
     """A full round: lease, watch, service."""
     async with asyncio.timeout(timeout), broker.watch() as events:
         with suppress(Conflict):
@@ -97,23 +98,25 @@ async def works(broker: NatsBroker, timeout: float = 5) -> None:
             return data
 
         async with await broker.serve("kvstream.works", echo):
-            assert await broker.request("kvstream.works", b"x", timeout=2) == b"x"
+            assert await broker.request("kvstream.works", b"x", timeout=10) == b"x"
 
 
 # -- connecting
 
 
+@timed
 async def test_wrong_credentials_are_a_clear_error_at_once(server: EmbeddedServer) -> None:
     """nats.py 352, 997: wrong credentials were retried in silence."""
     started = time.monotonic()
     with pytest.raises(ConfigError, match="refuses the credentials of the test") as caught:
         await connect(server, url=f"nats://kvstream:not-it@127.0.0.1:{server.port}")
-    assert time.monotonic() - started < 2
+    in_time(time.monotonic() - started, 2)
     assert "not-it" not in str(caught.value)
     with pytest.raises(ConfigError, match="refuses the credentials"):
         await connect(server, url=f"nats://127.0.0.1:{server.port}")
 
 
+@timed
 async def test_an_unreachable_server_is_a_clear_error_within_two_seconds(server: EmbeddedServer) -> None:
     port = server.port
     await server.kill()
@@ -128,7 +131,7 @@ async def test_an_unreachable_server_is_a_clear_error_within_two_seconds(server:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with pytest.raises(BrokerUnavailable, match=r"no answer within 1\.5 s"):
             await connect(server, url=f"nats://127.0.0.1:{silent.getsockname()[1]}")
-    assert time.monotonic() - started < 2
+    in_time(time.monotonic() - started, 2)
 
 
 async def test_tls_is_not_given_up_for_plaintext(server: EmbeddedServer) -> None:
@@ -157,11 +160,10 @@ class LimitedServer(EmbeddedServer):
 
 async def test_a_denied_subject_is_an_error_that_says_so_and_not_a_timeout(environ: dict[str, str]) -> None:
     async with LimitedServer(environ=environ) as server, await connect(server):
-        async with await connect(server, url=f"nats://limited:pw@127.0.0.1:{server.port}") as broker:
-            started = time.monotonic()
-            with pytest.raises(ConfigError, match="permissions violation for publish"):
-                await broker.put("w.Decode-0.0", b"", ttl=1, revision=0)
-            assert time.monotonic() - started < 1
+        async with await connect(server, url=f"nats://limited:pw@127.0.0.1:{server.port}", timeout=60.0) as broker:
+            async with asyncio.timeout(20):
+                with pytest.raises(ConfigError, match="permissions violation for publish"):
+                    await broker.put("w.Decode-0.0", b"", ttl=1, revision=0)
             # What it may do goes on.
             async with broker.watch() as events:
                 assert isinstance(await anext(events), Synced)
@@ -234,6 +236,7 @@ class Proxy:
 
 
 @pytest.mark.parametrize("full", [False, True])
+@timed
 async def test_a_frozen_connection_is_replaced(server: EmbeddedServer, full: bool) -> None:
     """nats.py 671, PR 914: a peer frozen with full socket buffers blocked the reconnect for ever."""
     async with Proxy(server.port).running() as proxy:
@@ -248,17 +251,20 @@ async def test_a_frozen_connection_is_replaced(server: EmbeddedServer, full: boo
                 results = await asyncio.gather(*puts, return_exceptions=True)
                 assert all(isinstance(result, BrokerUnavailable) for result in results)
             await replaced
-            assert proxy.connections == 2
             await works(broker)
+            if proxy.connections > 2:
+                raise Late("an answer: the next connection was replaced too")
             # The old socket is not left to a peer that takes nothing any more.
             assert old._io_writer.transport.get_extra_info("socket").fileno() == -1
 
 
 async def test_a_cut_connection_is_replaced_at_once(server: EmbeddedServer) -> None:
     async with Proxy(server.port).running() as proxy:
-        async with await connect(server, url=server.url.replace(str(server.port), str(proxy.port))) as broker:
+        # No probe finds it out.
+        url = server.url.replace(str(server.port), str(proxy.port))
+        async with await connect(server, url=url, probe=600.0) as broker:
             for _ in range(3):
-                replaced = asyncio.ensure_future(down_and_up(broker, 2))
+                replaced = asyncio.ensure_future(down_and_up(broker, 20))
                 await asyncio.sleep(0)
                 proxy.cut()
                 await replaced
@@ -267,8 +273,8 @@ async def test_a_cut_connection_is_replaced_at_once(server: EmbeddedServer) -> N
 
 async def test_a_connected_zombie_is_replaced_at_once(server: EmbeddedServer) -> None:
     """nats.py 671: the read loop had ended and the client went on as connected."""
-    async with await connect(server) as broker:
-        replaced = asyncio.ensure_future(down_and_up(broker, 2))
+    async with await connect(server, probe=600.0) as broker:
+        replaced = asyncio.ensure_future(down_and_up(broker, 20))
         await asyncio.sleep(0)
         broker._link._client._reading_task.cancel()  # type: ignore[union-attr]
         await replaced
@@ -278,19 +284,28 @@ async def test_a_connected_zombie_is_replaced_at_once(server: EmbeddedServer) ->
 async def test_refused_credentials_on_a_reconnect_are_tried_again_and_told_once(
     server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with await connect(server) as broker:
+    tries: asyncio.Queue[None] = asyncio.Queue()
+
+    async def refresh(target: NatsTarget) -> NatsTarget:
+        tries.put_nowait(None)
+        return target
+
+    async with await connect(server, refresh=refresh) as broker:
         good = server.password
         server.password = "another"
         await server.restart()
-        with pytest.raises(TimeoutError):
-            await down_and_up(broker, 1.5)
+        while not tries.empty():
+            tries.get_nowait()
+        async with asyncio.timeout(30):
+            for _ in range(4):
+                await tries.get()
         assert not broker.connected
         warnings = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
         (told,) = [text for text in warnings if "refuses the credentials" in text]
         assert "; correct them" in told and good not in told
         server.password = good
         await server.restart()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await broker.wait_connected()
         await works(broker)
 
@@ -313,13 +328,13 @@ async def test_a_worker_returns_to_a_shared_server_that_restarts_elsewhere(envir
             assert worker.connected
             lost = asyncio.Event()
             worker._broker.on_connection(lambda up: None if up else lost.set())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await lost.wait()
         assert not worker.connected
         async with shared_server(environ=environ) as second:
             assert (first.port, first.password) != (second.port, second.password)
             viewer = await join(stack)
-            assert (await viewer.wait_for("w", 3)).id == "w/0"
+            assert (await viewer.wait_for("w", 20)).id == "w/0"
             assert worker.connected
             await stack.aclose()
 
@@ -332,15 +347,17 @@ async def test_a_wait_without_a_broker_says_so(server: EmbeddedServer) -> None:
         lost = asyncio.Event()
         broker.on_connection(lambda up: None if up else lost.set())
         await server.kill()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await lost.wait()
         with pytest.raises(UnknownWorker, match="NATS can't be reached right now"):
             await registry.wait_for("nobody", 0.01)
 
 
 @pytest.mark.parametrize("full", [False, True])
+@timed
 async def test_leaving_a_frozen_server_is_bounded(server: EmbeddedServer, full: bool) -> None:
     """A lease that can't be given back runs out by itself."""
+    server.resume()
     broker = await connect(server)
     registry = Registry(broker, rng=random.Random(1))
     await registry.start()
@@ -353,10 +370,11 @@ async def test_leaving_a_frozen_server_is_bounded(server: EmbeddedServer, full: 
     await registry.unregister()
     await registry.aclose()
     await broker.aclose()
-    assert time.monotonic() - left < 2
+    took = time.monotonic() - left
     if full:
         await asyncio.wait(puts)
         assert all(isinstance(put.exception(), BrokerUnavailable) for put in puts)
+    in_time(took, 2)
 
 
 @asynccontextmanager
@@ -371,11 +389,12 @@ async def fleet(server: EmbeddedServer, size: int, **options: Any) -> AsyncItera
         for i, registry in enumerate(workers):
             await registry.register(record(f"w{i}", i))
         for i in range(size):
-            await viewer.wait_for(f"w{i}", 5)
+            await viewer.wait_for(f"w{i}", 20)
         yield workers, viewer
 
 
 @pytest.mark.parametrize("options", [{}, {"probe": 0.2, "timeout": 0.3}], ids=["unnoticed", "noticed"])
+@timed
 async def test_a_frozen_broker_loses_nobody(server: EmbeddedServer, options: dict[str, float]) -> None:
     """dynamo 3493, on a broker that is stopped for longer than the leases and then goes on."""
     async with fleet(server, 5, **options) as (workers, viewer), viewer.watch() as changes:
@@ -390,7 +409,8 @@ async def test_a_frozen_broker_loses_nobody(server: EmbeddedServer, options: dic
             async with asyncio.timeout(TTL * 1.8):
                 async for change in changes:
                     seen.append(change)
-        assert all(isinstance(change, Suspect | Changed) for change in seen), seen
+        if not all(isinstance(change, Suspect | Changed) for change in seen):
+            raise Late(f"an answer or a renewal: {seen}")
         assert len(viewer.workers()) == 5
         assert all(worker.registered for worker in workers)
 
@@ -403,7 +423,7 @@ async def test_file_storage_keeps_leases_over_a_restart(server: EmbeddedServer) 
         replaced = asyncio.ensure_future(down_and_up(broker))
         await server.restart()
         await replaced
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert isinstance(await anext(events), Synced)
         assert await broker.put("w.x.0", b"kept", ttl=60, revision=revision) > revision
 
@@ -414,7 +434,7 @@ async def test_more_leases_than_one_request_may_ask_for(server: EmbeddedServer) 
             await asyncio.gather(
                 *(broker.put(f"t.{i}", b"%d" % i, ttl=60, revision=0) for i in range(start, start + 100))
             )
-        async with asyncio.timeout(10), broker.watch() as events:
+        async with asyncio.timeout(30), broker.watch() as events:
             seen = [await anext(events) for _ in range(1301)]
         assert isinstance(seen[-1], Synced)
         assert {event.value for event in seen[:-1] if isinstance(event, LeaseEvent)} == {b"%d" % i for i in range(1300)}
@@ -445,7 +465,7 @@ def alive(pid: int) -> bool:
     return process_start(pid) is not None
 
 
-async def end_of(pid: int, timeout: float = 5) -> None:
+async def end_of(pid: int, timeout: float = 20) -> None:
     """Wait for the end of a process that need not be our child."""
     descriptor = os.pidfd_open(pid)
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -479,10 +499,10 @@ async def test_it_ends_with_its_context_and_leaves_nothing(environ: dict[str, st
     with pytest.raises(ZeroDivisionError):
         async with EmbeddedServer(environ=environ) as server:
             pid = server.pid
+            process = server._process
             server.pause()
-            left = time.monotonic()
             raise ZeroDivisionError
-    assert time.monotonic() - left < 2, "it must not take a SIGKILL"
+    assert process is not None and process.returncode != -signal.SIGKILL, "it must not take a SIGKILL"
     assert pid is not None and not alive(pid)
     assert list((tmp_path / "kvstream").iterdir()) == []
 

@@ -159,7 +159,7 @@ async def test_many_streams_between_two_processes(server: EmbeddedServer, way: s
                 theirs = await other.ask("stats")
                 growth.append((rss(), theirs["rss"]))
             core = source._streams.core
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while not core.idle:
                     await asyncio.sleep(0.01)
             assert core.streams == 0

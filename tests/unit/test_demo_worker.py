@@ -58,12 +58,13 @@ async def test_an_offer_that_comes_while_leaving_is_refused() -> None:
     assert served._pool.free_blocks == 8
 
 
-async def test_an_offer_that_comes_when_another_task_has_just_failed_is_refused() -> None:
+@pytest.mark.parametrize("error", [ProtocolError("broken"), MemoryError("a bug, or no memory")])
+async def test_an_offer_that_comes_when_another_task_has_just_failed_is_refused(error: Exception) -> None:
     served = make_worker(Link())
     offer = Offered()
 
     async def fails() -> None:
-        raise ProtocolError("broken")
+        raise error
 
     async def scenario() -> None:
         async with served._group:

@@ -441,10 +441,12 @@ async def test_a_frozen_peer_ends_by_the_stall_timeout(cluster: Cluster) -> None
             await rx._until(0)
             for connection in cluster.network.connections:
                 cluster.network.freeze(connection)
-            with pytest.raises(PeerLost, match="silent"):
+            with pytest.raises(PeerLost) as here:
                 await tx._report()
-            with pytest.raises(PeerLost):
+            with pytest.raises(PeerLost) as there:
                 await rx.done()
+            # Whoever counts one beat more is the first to give up; its end is then what the other one hears.
+            assert any("silent" in str(error.value) for error in (here, there))
 
 
 # ---------------------------------------------------------------------- bad input
@@ -576,7 +578,7 @@ async def test_a_source_that_fails_before_it_is_connected_tells_the_destination(
     async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
         async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0"):
             pass
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(10):
             with pytest.raises(Cancelled):
                 await rx.done()
     await settled(source, destination)
@@ -741,7 +743,7 @@ async def test_handshake_refusals(cluster: Cluster) -> None:
 
 async def test_a_peer_from_nowhere_is_refused(cluster: Cluster) -> None:
     source = await cluster.worker("prefill-0")
-    destination = await cluster.worker("decode-0", config=RuntimeConfig(connect_timeout=0.2))
+    destination = await cluster.worker("decode-0", config=RuntimeConfig(connect_timeout=1.0))
     stranger = Stranger(cluster, source, destination)
     challenge = await stranger.dial()
     stranger.send(stranger.hello(challenge, worker="ghost-0/0"))

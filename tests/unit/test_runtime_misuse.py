@@ -311,7 +311,7 @@ async def test_closing_is_bounded_whatever_a_handler_does(cluster: Cluster, capl
 
     async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0"):
         await inside.wait()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(10):
             await destination.aclose()
     assert "does not end" in caplog.text
     release.set()
@@ -334,7 +334,7 @@ async def test_a_layout_mismatch_reaches_the_one_who_waits(cluster: Cluster) -> 
         with pytest.raises(LayoutMismatch):
             async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
                 await prefill(tx)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(10):
             with pytest.raises(LayoutMismatch, match="block_tokens"):
                 await rx.done()
 
@@ -369,7 +369,7 @@ async def test_what_fails_in_accepting_reaches_the_dialer(cluster: Cluster, monk
 
     with monkeypatch.context() as patch:
         patch.setattr("kvstream.transport.inproc.InprocConnection.accept_lane", broken)
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(10):
             with pytest.raises(KVStreamError, match="no memory left"):
                 async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
                     await prefill(tx)
@@ -392,7 +392,7 @@ async def test_a_replaced_incarnation_gets_no_more_streams(cluster: Cluster) -> 
     async with MemoryBroker(cluster.hub) as broker:
         revision = cluster.hub.snapshot()[key].revision
         await broker.put(key, encode_record(newer), ttl=3.0, revision=revision)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(10):
             while source._streams.links._links or source._registry.lookup("decode-0") != newer:
                 await asyncio.sleep(0.005)
 
@@ -413,7 +413,7 @@ async def test_a_fenced_runtime_says_so_and_lets_go(cluster: Cluster) -> None:
     with pytest.raises(Fenced):
         async with destination.receive("s", blocks=DESTINATION, tokens=TOKENS):
             pass
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(10):
         while destination._streams.links._links:
             await asyncio.sleep(0.005)
 
@@ -571,7 +571,7 @@ async def test_every_receiver_hears_of_a_layout_mismatch(cluster: Cluster, count
             async with source.send(f"r{number}", blocks=[number], tokens=4, to="decode-0") as tx:
                 await prefill(tx)
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await asyncio.gather(*(call(number) for number in range(count) for call in (receive, send)))
 
 
@@ -588,7 +588,7 @@ async def test_a_receiver_hears_of_another_protocol_version(cluster: Cluster, mo
         with pytest.raises(ProtocolError, match="no common protocol version"):
             async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
                 await prefill(tx)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(10):
             with pytest.raises(ProtocolError, match="no common protocol version"):
                 await rx.done()
 
@@ -604,7 +604,7 @@ async def test_a_receiver_hears_that_no_lane_works(cluster: Cluster, monkeypatch
         with pytest.raises(ConfigError, match="none works"):
             async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
                 await prefill(tx)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(10):
             with pytest.raises(ConfigError, match="none works"):
                 await rx.done()
 
@@ -696,3 +696,43 @@ async def test_a_destination_that_ends_the_handshake_is_an_error_at_once(
     await settled(source)
     assert source._streams.links._links == {}
     await transport.aclose()
+
+
+async def test_a_device_event_that_comes_after_the_end_is_not_waited_for(cluster: Cluster) -> None:
+    """The engine's thread does not know that the stream was left meanwhile; nobody would own that wait."""
+    source, _ = await pair(cluster)
+    waited: list[int] = []
+
+    class DeviceEvent:
+        def synchronize(self) -> None:
+            waited.append(1)
+
+    async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+        pass
+    tx.layer_ready(0, event=DeviceEvent())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert tx._events is None
+    assert waited == []
+
+
+async def test_closing_twice_at_once_keeps_the_order_of_leaving(cluster: Cluster) -> None:
+    source, _ = await pair(cluster)
+    assert source._stack is not None
+    release = asyncio.Event()
+    order: list[str] = []
+
+    async def slow() -> None:
+        await release.wait()
+        order.append("first")
+
+    source._stack.callback(order.append, "second")
+    source._stack.push_async_callback(slow)
+    closing = [asyncio.create_task(source.aclose()) for _ in range(2)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert order == []
+    assert not any(task.done() for task in closing)
+    release.set()
+    await asyncio.gather(*closing)
+    assert order == ["first", "second"]

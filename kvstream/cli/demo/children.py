@@ -118,7 +118,7 @@ class Child:
         try:
             status = await process.wait()
             # The pipes end with the process, unless it has left a grandchild behind that holds them.
-            await asyncio.wait(reading, timeout=0.5)
+            await asyncio.wait(reading, timeout=2.0)
         finally:
             for task in reading:
                 task.cancel()

@@ -49,7 +49,7 @@ score; and one, since the BLAS's own threads spin while they wait, which starves
 
 WARM_UP: Final = "Name three rivers and three mountains of Europe, and say which of them are the longest and highest."
 
-LAST_WORDS: Final = 0.3
+LAST_WORDS: Final = 1.0
 """How long a worker's error waits for news of a death that explains it, in seconds."""
 
 

@@ -179,8 +179,8 @@ class _Worker:
     async def _run(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except KVStreamError:
-            self._leaving = True  # before the group knows, which shuts down for it
+        except BaseException:
+            self._leaving = True  # before the group knows, which shuts down for whatever this is
             raise
 
     # -- prefill
@@ -350,6 +350,8 @@ async def _main() -> int:
 def main() -> int:
     """The process's entry. Its command line has the worker's name, for `ps`; everything else comes over stdin."""
     _die_with_parent()
+    # Ctrl-C is the coordinator's. Who sends this process one by its pid wants it to end, without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     configure_logging("warning", "console")
     return run_loop(_main())
 
