@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 
 import numpy as np
@@ -12,6 +13,7 @@ from kvstream import KVLayout, KVPool, Runtime, RuntimeConfig
 from kvstream.discovery import MemoryBroker, MemoryBrokerServer
 from kvstream.transport.base import StagingBudget
 from kvstream.transport.inproc import InprocNetwork, InprocTransport
+from tests.fake_cupy import FakeCupy
 
 LAYOUT = KVLayout(layers=4, kv_heads=2, head_dim=8, block_tokens=4, dtype="float16")
 
@@ -72,3 +74,12 @@ class Cluster:
 async def cluster() -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
         yield Cluster(stack)
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCupy]:
+    """The stand-in for CuPy, with two GPUs."""
+    fake = FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    yield fake
+    fake.close()
