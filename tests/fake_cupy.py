@@ -11,7 +11,6 @@ import ctypes
 import itertools
 import threading
 import types
-import weakref
 from collections import deque
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -85,12 +84,14 @@ class FakeCupy(ModuleType):
         self.gpus = gpus
         self.registered: dict[int, tuple[int, int]] = {}
         """Page-locked memory: bytes and flags by address."""
+        self.registrations = 0
+        """Calls of cudaHostRegister."""
         self.refuses_pinning = False
         self.launches: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         self.host_functions = 0
         self._thread_state = threading.local()
         self._condition = threading.Condition()
-        self._streams: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._streams: list[Any] = []  # all that ever were: a stream that is destroyed finishes its work
         self._events: dict[int, int] = {}  # recordings that are under way, by handle
         self._handles = itertools.count(1000)
         self._held = 0
@@ -196,15 +197,16 @@ class FakeCupy(ModuleType):
                 self.ptr = 0 if null else next(fake._handles)
                 self.queue: deque[Any] = deque()
                 self.busy = False
-                fake._streams.add(self)
+                self._before: list[Any] = []
+                fake._streams.append(self)
 
             def __enter__(self) -> None:
                 assert fake.current == self.device
-                self._before = getattr(state, "stream", None)
+                self._before.append(getattr(state, "stream", None))
                 state.stream = self
 
             def __exit__(self, *exc: object) -> None:
-                state.stream = self._before
+                state.stream = self._before.pop()
 
             def synchronize(self) -> None:
                 with fake._condition:
@@ -256,6 +258,7 @@ class FakeCupy(ModuleType):
             fake._put(find(stream), lambda: ctypes.memmove(to, source, nbytes) and None)
 
         def register(address: int, nbytes: int, flags: int) -> None:
+            fake.registrations += 1
             if fake.refuses_pinning:
                 raise CudaError(304)
             if address in fake.registered:

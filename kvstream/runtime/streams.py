@@ -2,7 +2,8 @@
 
 It performs the scheduler's commands (gathers into slots, scatters out of them, tells the sessions) and turns the users'
 calls into the scheduler's events. Memory of the pool is read and written here only, synchronously, and only for a
-stream that is live at that moment: that is why blocks are free the instant a stream has ended.
+stream that is live at that moment: that is why blocks are free the instant a stream has ended. A GPU copies in its own
+time: there what it writes under way puts the end off, and what it reads under way is thrown away.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvstream.config import RuntimeConfig
 from kvstream.errors import Cancelled, ConfigError, Corrupted, KVStreamError, ProtocolError, Recalled, Refused
 from kvstream.log import get_logger
 from kvstream.memory import KVPool
+from kvstream.memory.completion import Completion
 from kvstream.runtime.checks import whole
 from kvstream.runtime.links import Links
 from kvstream.runtime.sessions import BlockIds, Offer, ReceiveStream, SendStream
@@ -57,6 +59,8 @@ class Streams:
         self._offer_tasks: dict[int, asyncio.Task[None]] = {}
         self._on_load_changed: Callable[[], None] | None = None
         self._pumped = asyncio.Event()
+        self._late: set[ReceiveStream] = set()
+        """Streams that have ended, but for scatters that a device has under way."""
 
     # ------------------------------------------------------------------ the users' calls
 
@@ -205,7 +209,7 @@ class Streams:
                 self._log.warning("an on_offer handler does not end, although it was cancelled", task=task.get_name())
         try:
             async with asyncio.timeout(wait):
-                while not self.core.idle:
+                while not self.core.idle or self._late:
                     self._pumped.clear()
                     await self._pumped.wait()
         except TimeoutError:
@@ -242,14 +246,22 @@ class Streams:
             if self._lend(session, connection, command, ids):
                 return
             view = connection.write_view(command.slot)
+            if self.pool.is_device:
+                self._gather(session, connection, command, ids, view)
+                return
             size = self.pool.pack(command.layer, ids, view)
         except KVStreamError as error:
             self.core.stage_failed(now, command, error)
             self.driver.pump()
             return
-        session.moved_bytes += size
-        checksum = _checksum(view[:size]) if self.config.checksums else 0
-        future = connection.publish(command.slot, size)
+        self._publish(session, connection, command, view[:size])
+
+    def _publish(
+        self, session: SendStream | ReceiveStream, connection: Connection, command: Stage, data: ByteView
+    ) -> None:
+        session.moved_bytes += data.size
+        checksum = _checksum(data) if self.config.checksums else 0
+        future = connection.publish(command.slot, data.size)
         if future.done():
             self._published(command, checksum, future)
         else:
@@ -292,7 +304,11 @@ class Streams:
     def _taken(self, command: Move, future: asyncio.Future[ByteView | Lent]) -> None:
         now = self.driver.now()
         error = _failure(future)
-        if error is None:
+        if error is None and self.pool.is_device:
+            error = self._scatter(command, future.result())
+            if error is None:
+                return
+        elif error is None:
             error = self._land(command, future.result())
         if error is None:
             self.core.moved(now, command)
@@ -311,17 +327,15 @@ class Streams:
             if isinstance(taken, Lent):
                 self._borrow(connection, command.layer, ids, taken)
             elif command.checksum and _checksum(taken) != command.checksum:
-                return Corrupted(f"layer {command.layer}: the checksum of blocks {command.first} on does not match")
+                return _mismatch(command)
             else:
                 self.pool.unpack(command.layer, ids, taken)
         except KVStreamError as error:
             return error
-        if not connection.check(command.slot, command.generation):
-            if isinstance(taken, Lent):
-                return Recalled(f"the source took back what it had lent by slot {command.slot}")
-            return Corrupted(f"the source reused slot {command.slot} while it was being read")
-        session.moved_bytes += taken.nbytes
-        return None
+        error = _recheck(connection, command, taken)
+        if error is None:
+            session.moved_bytes += taken.nbytes
+        return error
 
     def _borrow(self, connection: Connection, layer: int, ids: BlockIds, lent: Lent) -> None:
         found = self.pool.addresses(layer, ids)
@@ -332,6 +346,83 @@ class Streams:
         buffer = np.empty(lent.nbytes, np.uint8)
         connection.borrow(lent, Lent(np.array([buffer.ctypes.data], np.uint64), buffer.nbytes))
         self.pool.unpack(layer, ids, buffer)
+
+    # ------------------------------------------------------------------ the same on a GPU, which copies in its own time
+
+    def _gather(
+        self,
+        session: SendStream | ReceiveStream,
+        connection: Connection,
+        command: Stage,
+        ids: BlockIds,
+        view: ByteView,
+    ) -> None:
+        self.pool.pin(view)
+        data = view[: len(ids) * self.pool.layout.block_bytes]
+        copy = self.pool.pack_async(command.layer, ids, data)
+        copy.add_done_callback(lambda copy: self._gathered(session, connection, command, data, copy))
+
+    def _gathered(
+        self,
+        session: SendStream | ReceiveStream,
+        connection: Connection,
+        command: Stage,
+        data: ByteView,
+        copy: Completion,
+    ) -> None:
+        error = copy.error()
+        live = self._sessions.get(command.stream) is session and self.links.connection(command.link) is connection
+        if error is None and not live:
+            # What was read may have been somebody else's blocks by then.
+            error = Cancelled("the stream has ended")
+        if error is None:
+            self._publish(session, connection, command, data)
+        else:
+            self.core.stage_failed(self.driver.now(), command, error)
+            self.driver.pump()
+
+    def _scatter(self, command: Move, taken: ByteView | Lent) -> KVStreamError | None:
+        """As `_land`, but only begun where this returns None."""
+        session = self._sessions.get(command.stream)
+        connection = self.links.connection(command.link)
+        if not isinstance(session, ReceiveStream) or connection is None:
+            self.core.moved(self.driver.now(), command)
+            self.driver.pump()
+            return None
+        ids = session.ids[command.first : command.first + command.count]
+        try:
+            if isinstance(taken, Lent):
+                data = np.empty(taken.nbytes, np.uint8)
+                connection.borrow(taken, Lent(np.array([data.ctypes.data], np.uint64), data.nbytes))
+            elif command.checksum and _checksum(taken) != command.checksum:
+                return _mismatch(command)
+            else:
+                self.pool.pin(taken)
+                data = taken
+            copy = self.pool.unpack_async(command.layer, ids, data, after=session.idle_after)
+        except KVStreamError as error:
+            return error
+        session.landing += 1
+        copy.add_done_callback(lambda copy: self._scattered(session, connection, command, taken, copy))
+        return None
+
+    def _scattered(
+        self, session: ReceiveStream, connection: Connection, command: Move, taken: ByteView | Lent, copy: Completion
+    ) -> None:
+        session.landing -= 1
+        error = copy.error() or _recheck(connection, command, taken)
+        if error is None:
+            session.moved_bytes += taken.nbytes
+            session.layer_events[command.layer] = copy.event
+            self.core.moved(self.driver.now(), command)
+        else:
+            self.core.move_failed(self.driver.now(), command, error)
+        if session.late_end is not None and not session.landing:
+            self._late.remove(session)
+            self._ended(session, session.late_end)
+        self.driver.pump()
+
+    # ------------------------------------------------------------------ what the scheduler tells
 
     def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended) -> None:
         if isinstance(command, Offered):
@@ -352,17 +443,24 @@ class Streams:
                 session.on_arrived(command.layer)
         else:
             del self._sessions[command.stream]
-            if isinstance(session, ReceiveStream):
-                self._unclaim(session)
+            if isinstance(session, ReceiveStream) and session.landing:
+                session.late_end = command
+                self._late.add(session)
             else:
-                # Before the user hears of the end and may overwrite the blocks.
-                for (connection, slot), generation in session.lent.items():
-                    connection.recall(slot, generation)
-                session.lent.clear()
-            session.on_ended(command)
-            self._load_changed()
-            if command.error is not None:
-                self._log.info("stream ended", stream=session.stream, code=command.error.code, why=str(command.error))
+                self._ended(session, command)
+
+    def _ended(self, session: SendStream | ReceiveStream, command: Ended) -> None:
+        if isinstance(session, ReceiveStream):
+            self._unclaim(session)
+        else:
+            # Before the user hears of the end and may overwrite the blocks.
+            for (connection, slot), generation in session.lent.items():
+                connection.recall(slot, generation)
+            session.lent.clear()
+        session.on_ended(command)
+        self._load_changed()
+        if command.error is not None:
+            self._log.info("stream ended", stream=session.stream, code=command.error.code, why=str(command.error))
 
     def pumped(self) -> None:
         self._pumped.set()
@@ -410,6 +508,19 @@ class Streams:
 
     def _unclaim(self, session: ReceiveStream) -> None:
         self._written[session.claimed] = False
+
+
+def _mismatch(command: Move) -> Corrupted:
+    return Corrupted(f"layer {command.layer}: the checksum of blocks {command.first} on does not match")
+
+
+def _recheck(connection: Connection, command: Move, taken: ByteView | Lent) -> Corrupted | None:
+    """Whether the source held the bytes all the time that they were read."""
+    if connection.check(command.slot, command.generation):
+        return None
+    if isinstance(taken, Lent):
+        return Recalled(f"the source took back what it had lent by slot {command.slot}")
+    return Corrupted(f"the source reused slot {command.slot} while it was being read")
 
 
 def _checksum(data: ByteView) -> int:

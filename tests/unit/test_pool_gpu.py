@@ -10,6 +10,7 @@ import gc
 import logging
 import mmap
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 
 from kvstream.errors import ConfigError, Corrupted, KVStreamError
 from kvstream.layout import KVLayout
-from kvstream.memory import KVPool
+from kvstream.memory import KVPool, cuda
 from kvstream.memory.completion import COMPLETED, Completion
 from kvstream.memory.cuda import event_handle
 from tests.fake_cupy import FakeCupy, OnDevice
@@ -130,6 +131,19 @@ async def test_a_copy_waits_for_its_event_and_for_no_other(cupy: FakeCupy, pool:
     assert await over(behind) is None
 
 
+async def test_a_scatter_waits_for_its_event(cupy: FakeCupy, pool: KVPool) -> None:
+    with cupy.cuda.Device(1):
+        late = cupy.cuda.Event()
+        cupy._events[late.ptr] = 1
+    scatter = pool.unpack_async(0, IDS, data(1), after=late)
+    await pool.pack_async(1, IDS, area())
+    assert not np.asarray(pool.layer(0)).any()
+    cupy._events[late.ptr] = 0
+    await pool.pack_async(1, IDS, area())
+    await scatter
+    assert np.asarray(pool.layer(0)).any()
+
+
 async def test_many_copies_at_once_share_the_staging(cupy: FakeCupy, pool: KVPool) -> None:
     """Sizes grow and shrink, so the staging and the table on the device are replaced while copies are under way."""
     cupy.hold()
@@ -221,13 +235,20 @@ async def test_a_failed_device_ends_every_copy(cupy: FakeCupy, pool: KVPool, mon
     assert cupy.current is None
 
 
-def test_a_loop_that_is_closed_before_the_copy_is_over(cupy: FakeCupy, pool: KVPool) -> None:
+def test_a_loop_that_is_closed_before_the_copy_is_over(
+    cupy: FakeCupy, pool: KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def issue() -> None:
         pool.pack_async(0, IDS, area())
 
     async def again() -> None:
         await pool.pack_async(0, IDS, area())
+        cupy.hold()
+        lost = pool.pack_async(0, IDS, area())
+        cupy.fail()
+        assert await over(lost) is not None
 
+    monkeypatch.setattr("kvstream.memory.cuda._LOOK_SECONDS", 0.01)
     cupy.hold()
     asyncio.run(issue())
     cupy.release()
@@ -235,8 +256,16 @@ def test_a_loop_that_is_closed_before_the_copy_is_over(cupy: FakeCupy, pool: KVP
     asyncio.run(again())
 
 
-def test_pack_in_threads(cupy: FakeCupy, pool: KVPool) -> None:
+def test_pack_in_threads(cupy: FakeCupy, pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls that wait share one staging area: they take turns."""
+    download = cuda._Queue.download
+
+    def slowly(queue: cuda._Queue, out: Any) -> None:
+        cupy.settle()
+        time.sleep(0.0005)
+        download(queue, out)
+
+    monkeypatch.setattr(cuda._Queue, "download", slowly)
     for layer in range(2):
         pool.unpack(layer, IDS, data(layer))
     wrong: list[int] = []
@@ -279,6 +308,7 @@ def test_memory_is_page_locked_once_and_until_it_goes(cupy: FakeCupy, pool: KVPo
     for start in (0, 64, 128):
         pool.pin(buffer[start : start + 64])
     assert list(cupy.registered.values()) == [(4096, 1)]
+    assert cupy.registrations == 1
     read_only = np.frombuffer(mmap.mmap(-1, 64, access=mmap.ACCESS_READ), np.uint8)
     pool.pin(read_only)
     assert sorted(cupy.registered.values()) == [(64, 9), (4096, 1)]
