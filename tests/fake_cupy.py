@@ -316,7 +316,9 @@ class FakeCupy(ModuleType):
 
     def zeros(self, n: int, dtype: Any) -> DeviceArray:
         assert self.current is not None
-        return np.zeros(n, dtype).view(DeviceArray)
+        array = np.full(n, 0xEE, dtype)
+        self._put(self.cuda.get_current_stream(), lambda: array.fill(0))
+        return array.view(DeviceArray)
 
     def empty(self, n: int, dtype: Any) -> DeviceArray:
         assert self.current is not None

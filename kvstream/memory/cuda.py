@@ -98,7 +98,10 @@ class CupyOps:
 
     def zeros(self, nbytes: int) -> Any:
         with self._cupy.cuda.Device(self._index):
-            return self._cupy.zeros(nbytes, np.uint8)
+            slab = self._cupy.zeros(nbytes, np.uint8)
+            # It is filled on a stream that the pool's own do not wait for.
+            self._cupy.cuda.get_current_stream().synchronize()
+            return slab
 
     def typed(self, raw: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
         # ml_dtypes' types are of kind "V"; CuPy has no kernels for them, or only for some.

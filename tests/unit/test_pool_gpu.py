@@ -64,6 +64,7 @@ async def test_copies_are_issued_and_end_later(cupy: FakeCupy, pool: KVPool) -> 
     assert not read.any()
     cupy.release()
     await gather
+    await scatter
     assert scatter.done() and scatter.error() is None
     assert np.array_equal(read, written)
     assert cupy.current is None

@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstream import Cancelled, ConfigError, Corrupted, DeadlineExceeded, KVPool, KVStreamError, Runtime, RuntimeConfig
+from kvstream import (
+    Cancelled,
+    ConfigError,
+    Corrupted,
+    DeadlineExceeded,
+    KVPool,
+    KVStreamError,
+    PeerLost,
+    Runtime,
+    RuntimeConfig,
+)
 from tests.conftest import LAYOUT, Cluster
 from tests.fake_cupy import FakeCupy
 
@@ -457,7 +467,8 @@ async def test_the_source_leaves_while_the_device_reads(cluster: Cluster, cupy: 
     assert tx.moved_bytes == 5 * LAYOUT.block_bytes
 
 
-async def test_closing_waits_for_what_the_device_writes(cluster: Cluster, cupy: FakeCupy) -> None:
+@pytest.mark.parametrize("lost", [False, True])
+async def test_closing_waits_for_what_the_device_writes(cluster: Cluster, cupy: FakeCupy, lost: bool) -> None:
     source, destination = await pair(cluster)
     async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
         async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
@@ -467,6 +478,10 @@ async def test_closing_waits_for_what_the_device_writes(cluster: Cluster, cupy: 
             cupy._put(destination.pool._ops._scatters.stream, late.event.ptr)
             tx.layer_ready(1)
             await until_scattering(cupy, rx)
+            if lost:
+                # Then the scheduler has nothing to wait for.
+                cluster.network.break_link(cluster.network.connections[0])
+                await turns(5)
             closing = asyncio.create_task(destination.aclose())
             await turns(100)
             assert not closing.done() and not rx.ended
@@ -474,7 +489,7 @@ async def test_closing_waits_for_what_the_device_writes(cluster: Cluster, cupy: 
             async with asyncio.timeout(5):
                 await closing
             assert rx.ended
-            with pytest.raises(Cancelled):
+            with pytest.raises(PeerLost if lost else Cancelled):
                 await rx.done()
             with pytest.raises(KVStreamError):
                 await tx._report()
