@@ -134,7 +134,7 @@ def _in_process(work: Callable[[], Facts], seconds: float) -> tuple[str, Any]:
 def _processes() -> multiprocessing.context.ForkServerContext:
     """Processes without CUDA or UCX in them, that need not import everything anew."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.gpu_check"])
+    context.set_forkserver_preload(["benchmarks.cuda_raw", "kvstream", "kvstream.transport._worker"])
     return context
 
 
