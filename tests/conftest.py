@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 
@@ -13,6 +14,7 @@ from kvstream import KVLayout, KVPool, Runtime, RuntimeConfig
 from kvstream.discovery import MemoryBroker, MemoryBrokerServer
 from kvstream.transport.base import StagingBudget
 from kvstream.transport.inproc import InprocNetwork, InprocTransport
+from tests.fake_cupy import FakeCupy
 
 LAYOUT = KVLayout(layers=4, kv_heads=2, head_dim=8, block_tokens=4, dtype="float16")
 
@@ -85,3 +87,12 @@ class Cluster:
 async def cluster() -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
         yield Cluster(stack)
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCupy]:
+    """The stand-in for CuPy, with two GPUs."""
+    fake = FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    yield fake
+    fake.close()

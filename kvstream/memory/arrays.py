@@ -1,9 +1,9 @@
 """Array memory of any origin, reduced to addresses and strides, and the copying of KV blocks in and out of it.
 
 `describe` turns what an engine hands over (NumPy, CuPy, torch, DLPack, the array interfaces, a plain buffer) into a
-`Region`; `HostOps` and `CupyOps` turn regions into `LayerMemory`, which gathers and scatters blocks. No checks of
-ids or sizes happen here: that is the pool's part. Nothing here copies an engine's array, and neither CuPy nor torch
-is imported unless an array already comes from it or the caller names a GPU.
+`Region`; `HostOps` (and `CupyOps`, in cuda.py) turn regions into `LayerMemory`, which gathers and scatters blocks. No
+checks of ids or sizes happen here: that is the pool's part. Nothing here copies an engine's array, and neither CuPy nor
+torch is imported unless an array already comes from it or the caller names a GPU.
 """
 
 from __future__ import annotations
@@ -19,8 +19,23 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstream.errors import ConfigError
+from kvstream.memory.completion import COMPLETED, Completion
 
-__all__ = ["ArrayOps", "LayerMemory", "Region", "describe", "disjoint", "open_device", "self_overlapping"]
+__all__ = [
+    "ArrayOps",
+    "Bytes",
+    "Grid",
+    "HostOps",
+    "Ids",
+    "LayerMemory",
+    "Region",
+    "Spans",
+    "describe",
+    "disjoint",
+    "grid_of",
+    "import_cupy",
+    "self_overlapping",
+]
 
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.intp]
@@ -104,7 +119,7 @@ def describe(array: object, field: str) -> Region:
     if all(hasattr(array, name) for name in ("data_ptr", "stride", "element_size")):
         return _from_torch(array, field)
     if (interface := getattr(array, "__cuda_array_interface__", None)) is not None:
-        index = _import_cupy().cuda.runtime.pointerGetAttributes(interface["data"][0]).device
+        index = import_cupy().cuda.runtime.pointerGetAttributes(interface["data"][0]).device
         return _from_interface(array, interface, f"cuda:{index}", field)
     if (interface := getattr(array, "__array_interface__", None)) is not None and interface.get("data") is not None:
         return _from_interface(array, interface, "cpu", field)
@@ -188,7 +203,7 @@ def _from_dlpack(array: Any, field: str) -> Region:
         if kind in _DLPACK_HOST:
             return _from_numpy(np.from_dlpack(array), field)
         if kind in _DLPACK_CUDA:
-            return describe(_import_cupy().from_dlpack(array), field)
+            return describe(import_cupy().from_dlpack(array), field)
     except (BufferError, RuntimeError, TypeError) as error:
         raise ConfigError(field, f"can't be read through DLPack ({error}); pass a view of it as bytes") from error
     raise ConfigError(field, f"is on DLPack device {kind}; only host and CUDA memory can be moved")
@@ -245,13 +260,36 @@ class LayerMemory(Protocol):
         """Copy `data` (n, block_bytes), C-contiguous host memory, into the blocks `ids` (n,)."""
         ...
 
+    def gather_async(self, ids: Ids, out: Bytes, after: object | None) -> Completion:
+        """As `gather`, behind the device event `after`; `out` is the device's until the completion."""
+        ...
+
+    def scatter_async(self, ids: Ids, data: Bytes, after: object | None) -> Completion:
+        """As `scatter`, behind the device event `after`; `data` and the blocks are the device's until then."""
+        ...
+
 
 class ArrayOps(Protocol):
     """Memory of one device."""
 
+    is_device: bool
+    """Whether the memory is a GPU's, so that copies complete later and are ordered by events."""
+
     @property
     def device(self) -> str:
         """ "cpu" or "cuda:N"."""
+        ...
+
+    def pin(self, buffer: Bytes) -> None:
+        """Page-lock the whole array that `buffer` is a part of, until that array goes, if the device gains by it."""
+        ...
+
+    def mark(self) -> object | None:
+        """An event behind all that the calling thread's current stream has been given; None where nothing is late."""
+        ...
+
+    def passed(self, event: object) -> Completion:
+        """When the device has passed `event`. On the event loop."""
         ...
 
     def zeros(self, nbytes: int) -> Any:
@@ -268,7 +306,7 @@ class ArrayOps(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Grid:
+class Grid:
     """A region as an array of unsigned ints of `unit` bytes, its inner axes merged as far as their strides allow."""
 
     unit: int
@@ -285,7 +323,7 @@ class _Grid:
         return np.dtype(f"u{self.unit}").str
 
 
-def _grid(region: Region, *, widest: int) -> _Grid:
+def grid_of(region: Region, *, widest: int) -> Grid:
     """Elements become bytes, bytes become the widest ints (up to `widest`) that every stride and run allows."""
     axes: list[tuple[int, int]] = []
     for n, stride in zip((*region.shape[1:], region.itemsize), (*region.strides[1:], 1), strict=True):
@@ -300,7 +338,7 @@ def _grid(region: Region, *, widest: int) -> _Grid:
     run = axes.pop()[0]
     steps = (region.strides[0], *(stride for _, stride in axes))
     unit = math.gcd(widest, run, region.address, *steps)
-    return _Grid(
+    return Grid(
         unit=unit,
         shape=(region.shape[0], *(n for n, _ in axes), run // unit),
         strides=(*steps, unit),
@@ -310,20 +348,12 @@ def _grid(region: Region, *, widest: int) -> _Grid:
 class _HostView:
     """Lends a region to NumPy, which keeps this object, and so the memory's owner, alive."""
 
-    def __init__(self, region: Region, grid: _Grid) -> None:
+    def __init__(self, region: Region, grid: Grid) -> None:
         self.owner = region.owner
         self.__array_interface__ = _interface(region, grid)
 
 
-class _CudaView:
-    """Lends a region to CuPy, which keeps this object, and so the memory's owner, alive."""
-
-    def __init__(self, region: Region, grid: _Grid) -> None:
-        self.owner = region.owner
-        self.__cuda_array_interface__ = _interface(region, grid)
-
-
-def _interface(region: Region, grid: _Grid) -> Mapping[str, object]:
+def _interface(region: Region, grid: Grid) -> Mapping[str, object]:
     return {
         "data": (region.address, False),
         "shape": grid.shape,
@@ -339,6 +369,16 @@ class HostOps:
     __slots__ = ()
 
     device = "cpu"
+    is_device = False
+
+    def pin(self, buffer: Bytes) -> None:
+        pass
+
+    def mark(self) -> None:
+        return None
+
+    def passed(self, event: object) -> Completion:
+        raise ConfigError("event", "is of a GPU, and this pool is on the cpu; call when the layer is complete")
 
     def zeros(self, nbytes: int) -> Bytes:
         raw = np.empty(nbytes + _PAGE_BYTES, np.uint8)
@@ -366,7 +406,7 @@ class _HostLayer:
     __slots__ = ("_columns", "_parts", "_table", "spans")
 
     def __init__(self, parts: Sequence[Region]) -> None:
-        grids = [_grid(part, widest=8) for part in parts]
+        grids = [grid_of(part, widest=8) for part in parts]
         self.spans = _spans(parts, grids)
         self._parts = [np.asarray(_HostView(part, grid)) for part, grid in zip(parts, grids, strict=True)]
         self._columns = _columns(parts)
@@ -391,6 +431,14 @@ class _HostLayer:
         for memory, columns in zip(self._parts, self._columns, strict=True):
             memory[ids if run is None else run] = _shaped(data[:, columns], memory)
 
+    def gather_async(self, ids: Ids, out: Bytes, after: object | None) -> Completion:
+        self.gather(ids, out)
+        return COMPLETED
+
+    def scatter_async(self, ids: Ids, data: Bytes, after: object | None) -> Completion:
+        self.scatter(ids, data)
+        return COMPLETED
+
 
 @dataclass(frozen=True, slots=True)
 class _RowTable:
@@ -405,7 +453,7 @@ class _RowTable:
     first: Ids
 
     @staticmethod
-    def over(parts: Sequence[Region], grids: Sequence[_Grid]) -> _RowTable | None:
+    def over(parts: Sequence[Region], grids: Sequence[Grid]) -> _RowTable | None:
         """The table over `parts`, or None where their blocks are no rows of one."""
         row = parts[0].block_bytes
         stride = parts[0].strides[0]
@@ -426,7 +474,7 @@ class _RowTable:
             return None
         end = max(high for _, high in extents)
         whole = Region(base, ((end - base) // row, row), (row, 1), 1, "uint8", "cpu", True, parts)
-        rows = np.asarray(_HostView(whole, _Grid(1, whole.shape, whole.strides)))
+        rows = np.asarray(_HostView(whole, Grid(1, whole.shape, whole.strides)))
         return _RowTable(rows, stride // row, np.array([offset // row for offset in offsets], np.intp))
 
     def take(self, ids: Ids, out: Bytes) -> None:
@@ -435,75 +483,7 @@ class _RowTable:
         np.take(self.rows, index, axis=0, out=out.reshape(len(index), -1), mode="clip")
 
 
-class CupyOps:
-    """Memory of one GPU, through CuPy. Copies run on the calling thread's current stream and end before the return."""
-
-    __slots__ = ("_cupy", "_index")
-
-    def __init__(self, cupy: Any, index: int) -> None:
-        self._cupy = cupy
-        self._index = index
-
-    @property
-    def device(self) -> str:
-        return f"cuda:{self._index}"
-
-    def zeros(self, nbytes: int) -> Any:
-        with self._cupy.cuda.Device(self._index):
-            return self._cupy.zeros(nbytes, np.uint8)
-
-    def typed(self, raw: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
-        # ml_dtypes' types are of kind "V"; CuPy has no kernels for them, or only for some.
-        known = dtype if dtype.kind in "fiu" else np.dtype(f"u{dtype.itemsize}")
-        with self._cupy.cuda.Device(self._index):
-            return raw.view(known).reshape(shape)
-
-    def layer(self, parts: Sequence[Region]) -> LayerMemory:
-        return _CupyLayer(self._cupy, self._index, parts)
-
-
-class _CupyLayer:
-    """Blocks on a GPU: gathered into one dense device array there, and only then copied, in one piece."""
-
-    __slots__ = ("_columns", "_cupy", "_index", "_parts", "spans")
-
-    def __init__(self, cupy: Any, index: int, parts: Sequence[Region]) -> None:
-        self.spans: Spans | None = None
-        self._cupy = cupy
-        self._index = index
-        self._columns = _columns(parts)
-        with cupy.cuda.Device(index):
-            self._parts = [cupy.asarray(_CudaView(part, _grid(part, widest=8))) for part in parts]
-
-    def gather(self, ids: Ids, out: Bytes) -> None:
-        cupy = self._cupy
-        with cupy.cuda.Device(self._index):
-            select = self._select(ids)
-            # Advanced indexing gives a new C-contiguous array, a slice perhaps a strided view.
-            dense = [
-                cupy.ascontiguousarray(memory[select]).view(np.uint8).reshape(len(ids), -1) for memory in self._parts
-            ]
-            whole = dense[0] if len(dense) == 1 else cupy.concatenate(dense, axis=1)
-            whole.get(out=out)
-            cupy.cuda.get_current_stream().synchronize()
-
-    def scatter(self, ids: Ids, data: Bytes) -> None:
-        cupy = self._cupy
-        with cupy.cuda.Device(self._index):
-            select = self._select(ids)
-            whole = cupy.asarray(data)
-            for memory, columns in zip(self._parts, self._columns, strict=True):
-                part = cupy.ascontiguousarray(whole[:, columns])
-                memory[select] = part.view(memory.dtype).reshape(len(ids), *memory.shape[1:])
-            # The caller may reuse `data`, and read the blocks on any stream, as soon as this returns.
-            cupy.cuda.get_current_stream().synchronize()
-
-    def _select(self, ids: Ids) -> Any:
-        run = _ascending_run(ids)
-        return self._cupy.asarray(ids) if run is None else run
-
-
-def _spans(parts: Sequence[Region], grids: Sequence[_Grid]) -> Spans | None:
+def _spans(parts: Sequence[Region], grids: Sequence[Grid]) -> Spans | None:
     same = {part.block_bytes for part in parts}
     if len(same) != 1 or not all(grid.dense_blocks for grid in grids) or any(part.strides[0] < 0 for part in parts):
         return None
@@ -535,30 +515,8 @@ def _ascending_run(ids: Ids) -> slice | None:
     return slice(first, last + 1)
 
 
-# --- devices ----------------------------------------------------------------------------------------------------
-
-
-def open_device(device: str) -> ArrayOps:
-    """The operations for "cpu", "cuda" (GPU 0) or "cuda:N". Raises ConfigError naming the remedy."""
-    if not isinstance(device, str):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are not all typed
-        raise ConfigError("device", f'must be "cpu", "cuda" or "cuda:N", not {device!r}')
-    if device == "cpu":
-        return HostOps()
-    kind, _, number = device.partition(":")
-    if kind != "cuda" or (device != kind and not (number.isascii() and number.isdigit())):
-        raise ConfigError("device", f'must be "cpu", "cuda" or "cuda:N", not {device!r}')
-    index = int(number or 0)
-    cupy = _import_cupy()
-    try:
-        gpus = int(cupy.cuda.runtime.getDeviceCount())
-    except RuntimeError as error:  # CuPy's CUDARuntimeError is one
-        raise ConfigError("device", f'{device} can\'t be used, the CUDA driver says: {error}; or use "cpu"') from error
-    if index >= gpus:
-        raise ConfigError("device", f"{device} does not exist, this machine shows {gpus} GPUs to the process")
-    return CupyOps(cupy, index)
-
-
-def _import_cupy() -> Any:
+def import_cupy() -> Any:
+    """CuPy. Raises ConfigError where it is not installed."""
     try:
         return importlib.import_module("cupy")
     except ImportError as error:

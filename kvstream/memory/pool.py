@@ -15,8 +15,11 @@ import numpy.typing as npt
 
 from kvstream.errors import ConfigError, Corrupted, LayoutMismatch
 from kvstream.layout import KVLayout
-from kvstream.memory.arrays import LayerMemory, Region, describe, disjoint, open_device, self_overlapping
+from kvstream.memory.arrays import ArrayOps, LayerMemory, Region, describe, disjoint, self_overlapping
 from kvstream.memory.blocks import MAX_BLOCKS, BlockAllocator, BlockIds, block_table
+from kvstream.memory.completion import COMPLETED, Completion
+from kvstream.memory.cuda import event_handle
+from kvstream.memory.devices import open_device
 
 __all__ = ["KVPool"]
 
@@ -28,22 +31,27 @@ class KVPool:
     array of shape (n, *layout.block_shape) in C order, blocks in the order of the block table.
 
     Not thread-safe, with one exception: `pack` and `unpack` of different blocks may run at the same time.
+
+    On a GPU copies run on streams of the pool's own, which wait for no other stream by themselves. `pack` and `unpack`
+    come after what the calling thread's current CuPy stream has been given (by default the legacy default stream, with
+    which every stream synchronises that is not a non-blocking one), and have ended when they return. `pack_async` and
+    `unpack_async` come after the event that they are given, and end later.
     """
 
-    __slots__ = ("_allocator", "_arrays", "_device", "_layers", "_layout")
+    __slots__ = ("_allocator", "_arrays", "_layers", "_layout", "_ops")
 
     def __init__(
         self,
         layout: KVLayout,
         *,
         blocks: int,
-        device: str,
+        ops: ArrayOps,
         layers: Sequence[LayerMemory],
         arrays: Sequence[Any],
     ) -> None:
         """For `allocate` and `wrap`: memory that has been checked already."""
         self._layout = layout
-        self._device = device
+        self._ops = ops
         self._layers = tuple(layers)
         self._arrays = tuple(arrays)
         self._allocator = BlockAllocator(blocks)
@@ -73,7 +81,7 @@ class KVPool:
             for layer in range(layout.layers)
         ]
         layers = [ops.layer([describe(array, f"layer {i}")]) for i, array in enumerate(arrays)]
-        return cls(layout, blocks=blocks, device=ops.device, layers=layers, arrays=arrays)
+        return cls(layout, blocks=blocks, ops=ops, layers=layers, arrays=arrays)
 
     @classmethod
     def wrap(cls, layout: KVLayout, arrays: Sequence[Any]) -> Self:
@@ -104,7 +112,7 @@ class KVPool:
         _check_disjoint(parts)
         ops = open_device(device)
         layers = [ops.layer(regions) for regions in parts]
-        return cls(layout, blocks=blocks, device=device, layers=layers, arrays=arrays)
+        return cls(layout, blocks=blocks, ops=ops, layers=layers, arrays=arrays)
 
     @property
     def layout(self) -> KVLayout:
@@ -119,7 +127,12 @@ class KVPool:
     @property
     def device(self) -> str:
         """ "cpu" or "cuda:N"."""
-        return self._device
+        return self._ops.device
+
+    @property
+    def is_device(self) -> bool:
+        """Whether the blocks are on a GPU, so that `pack_async` and `unpack_async` complete later."""
+        return self._ops.is_device
 
     @property
     def nbytes(self) -> int:
@@ -138,19 +151,37 @@ class KVPool:
         """Gather the blocks `block_ids` (n,) of one layer into the start of `out`, in wire form.
 
         `out` is flat, contiguous, writable host memory of n * layout.block_bytes bytes or more. Returns the bytes
-        written. Runs inline: keep a call to a few MiB on an event loop. Raises ConfigError, before any byte moves.
+        written. Runs inline: keep a call to a few MiB on an event loop, and on a GPU use `pack_async` there. Raises
+        ConfigError, before any byte moves.
         """
         memory = self._layers[self._check_layer(layer)]
-        ids = self._check_ids(block_ids)
-        nbytes = ids.size * self._layout.block_bytes
-        _check_buffer("out", out)
-        if not out.flags.writeable:
-            raise ConfigError("out", "is read-only")
-        if out.size < nbytes:
-            raise ConfigError("out", f"has {out.size} bytes, but {ids.size} blocks need {nbytes}")
+        ids, nbytes = self._check_pack(block_ids, out)
         if nbytes:
             memory.gather(ids, out[:nbytes].reshape(ids.size, -1))
         return nbytes
+
+    def pack_async(
+        self,
+        layer: int,
+        block_ids: npt.NDArray[np.integer[Any]],
+        out: npt.NDArray[np.uint8],
+        *,
+        after: object | None = None,
+    ) -> Completion:
+        """As `pack`, but on a GPU it only issues the work, behind the event `after` (see `check_event`) if one is
+        given: else the caller knows that the blocks are complete. Until the completion `out` is the device's. It should
+        be page-locked (`pin`): to other memory the device copies while the caller waits.
+
+        On the CPU the work is done on return. On the event loop's thread. Raises ConfigError, before any byte moves,
+        and KVStreamError where the device does not take the work.
+        """
+        memory = self._layers[self._check_layer(layer)]
+        if after is not None:
+            self.check_event(after)
+        ids, nbytes = self._check_pack(block_ids, out)
+        if not nbytes:
+            return COMPLETED
+        return memory.gather_async(ids, out[:nbytes].reshape(ids.size, -1), after)
 
     def unpack(self, layer: int, block_ids: npt.NDArray[np.integer[Any]], data: npt.NDArray[np.uint8]) -> None:
         """Scatter `data`, in wire form, into the blocks `block_ids` (n,) of one layer.
@@ -160,13 +191,52 @@ class KVPool:
         id and Corrupted where the number of bytes is wrong, before any byte moves.
         """
         memory = self._layers[self._check_layer(layer)]
-        ids = self._check_ids(block_ids)
-        _check_buffer("data", data)
-        nbytes = ids.size * self._layout.block_bytes
-        if data.size != nbytes:
-            raise Corrupted(f"layer {layer}: {data.size} bytes arrived for {ids.size} blocks, which take {nbytes}")
-        if nbytes:
+        ids = self._check_unpack(layer, block_ids, data)
+        if ids.size:
             memory.scatter(ids, data.reshape(ids.size, -1))
+
+    def unpack_async(
+        self,
+        layer: int,
+        block_ids: npt.NDArray[np.integer[Any]],
+        data: npt.NDArray[np.uint8],
+        *,
+        after: object | None = None,
+    ) -> Completion:
+        """As `unpack`, but on a GPU it only issues the work, behind the event `after` if one is given: else the caller
+        knows that nothing on the device uses the blocks. Until the completion `data` and the blocks are the device's;
+        its `event` is recorded behind the work. See `pack_async`."""
+        memory = self._layers[self._check_layer(layer)]
+        if after is not None:
+            self.check_event(after)
+        ids = self._check_unpack(layer, block_ids, data)
+        if not ids.size:
+            return COMPLETED
+        return memory.scatter_async(ids, data.reshape(ids.size, -1), after)
+
+    def pin(self, buffer: npt.NDArray[np.uint8]) -> None:
+        """Have the device copy from and to host memory without detours: page-lock the whole array that `buffer` is a
+        part of, until that array goes. Takes a millisecond for some MiB the first time, and nothing later; nothing on
+        the CPU. Where the system does not allow it (it is logged, once) copies work all the same, slower."""
+        self._ops.pin(buffer)
+
+    def mark(self) -> object | None:
+        """An event behind all that the calling thread's current CuPy stream (by default the legacy default stream) has
+        been given so far; None on the CPU. From any thread. Raises KVStreamError where the device has failed."""
+        return self._ops.mark()
+
+    def check_event(self, event: object) -> None:
+        """Raises ConfigError unless `event` is one that this pool can wait for: a cupy.cuda.Event, a torch.cuda.Event
+        or a cudaEvent_t as an int, recorded, of a pool on a GPU."""
+        if not self.is_device:
+            raise ConfigError("event", "is a GPU's, but the pool is on the cpu: leave it out, and call when it is done")
+        event_handle(event)
+
+    def passed(self, event: object) -> Completion:
+        """When the device has passed `event`; found out without blocking. On the event loop's thread. Raises as
+        `check_event`, and KVStreamError where the device has failed."""
+        self.check_event(event)
+        return self._ops.passed(event)
 
     @property
     def run_bytes(self) -> int:
@@ -237,13 +307,35 @@ class KVPool:
 
     def __repr__(self) -> str:
         layout = self._layout
-        return f"KVPool({self.blocks} blocks x {layout.layers} layers x {layout.block_bytes} bytes on {self._device})"
+        return f"KVPool({self.blocks} blocks x {layout.layers} layers x {layout.block_bytes} bytes on {self.device})"
 
     def _check_layer(self, layer: int) -> int:
         # A negative index would be valid to Python and some other layer's memory to us.
         if not 0 <= layer < self._layout.layers:
             raise ConfigError("layer", f"must be 0 to {self._layout.layers - 1}, not {layer}")
         return layer
+
+    def _check_pack(
+        self, block_ids: npt.NDArray[np.integer[Any]], out: npt.NDArray[np.uint8]
+    ) -> tuple[npt.NDArray[np.intp], int]:
+        ids = self._check_ids(block_ids)
+        nbytes = ids.size * self._layout.block_bytes
+        _check_buffer("out", out)
+        if not out.flags.writeable:
+            raise ConfigError("out", "is read-only")
+        if out.size < nbytes:
+            raise ConfigError("out", f"has {out.size} bytes, but {ids.size} blocks need {nbytes}")
+        return ids, nbytes
+
+    def _check_unpack(
+        self, layer: int, block_ids: npt.NDArray[np.integer[Any]], data: npt.NDArray[np.uint8]
+    ) -> npt.NDArray[np.intp]:
+        ids = self._check_ids(block_ids)
+        _check_buffer("data", data)
+        nbytes = ids.size * self._layout.block_bytes
+        if data.size != nbytes:
+            raise Corrupted(f"layer {layer}: {data.size} bytes arrived for {ids.size} blocks, which take {nbytes}")
+        return ids
 
     def _check_ids(self, block_ids: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.intp]:
         if block_ids.ndim != 1 or block_ids.dtype.kind not in "iu":

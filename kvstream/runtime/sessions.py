@@ -11,13 +11,14 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstream import wire
 from kvstream.errors import Cancelled, ConfigError, DeadlineExceeded, KVStreamError, Refused
+from kvstream.memory.completion import Completion
 from kvstream.runtime.checks import seconds, text, token_range, whole
 from kvstream.runtime.reports import StreamReport
 from kvstream.scheduler.commands import Accepted, Ended, Offered
@@ -26,15 +27,9 @@ if TYPE_CHECKING:
     from kvstream.runtime.streams import Streams
     from kvstream.transport.base import Connection
 
-__all__ = ["DeviceEvent", "Offer", "ReceiveStream", "SendStream"]
+__all__ = ["Offer", "ReceiveStream", "SendStream"]
 
 BlockIds = npt.NDArray[np.intp]
-
-
-class DeviceEvent(Protocol):
-    """A recorded device event, such as cupy.cuda.Event: `synchronize` blocks until the device has passed it."""
-
-    def synchronize(self) -> None: ...
 
 
 class _Stream:
@@ -163,9 +158,11 @@ class SendStream(_Stream):
         self._deadline = deadline
         self._priority = priority
         self._metadata = metadata
-        self._marks: deque[tuple[int, int, int, float, DeviceEvent | None]] = deque()
+        self._marks: deque[tuple[int, int, int, float, object | None]] = deque()
         self._wake_due = False
-        self._events: asyncio.Task[None] | None = None
+        self._awaited: Completion | None = None
+        """The device event that the next mark waits for."""
+        self._passed = asyncio.Event()
         self.lent: dict[tuple[Connection, int], int] = {}
         """What the peer may be reading in place: generation by connection and slot."""
 
@@ -190,24 +187,29 @@ class SendStream(_Stream):
     ) -> None:
         if not self.ended:
             self.cancel("left before done()" if error is None else f"its user failed: {type(error).__name__}")
-        if self._events is not None:
-            self._events.cancel()
-            await asyncio.wait([self._events])
 
-    def layer_ready(
-        self, layer: int, tokens: tuple[int, int] | None = None, *, event: DeviceEvent | None = None
-    ) -> None:
+    def layer_ready(self, layer: int, tokens: tuple[int, int] | None = None, *, event: object | None = None) -> None:
         """KV of `layer` is in the pool, for the tokens [start, stop) (default: all). Callable from any thread; it never
-        blocks and costs microseconds. With `event`, what was recorded before it counts as ready once it has passed.
+        blocks and costs microseconds.
+
+        On a GPU the layer counts as ready when the device has passed `event`, recorded behind what computes it: a
+        cupy.cuda.Event, a torch.cuda.Event, or a cudaEvent_t as an int, whose owner keeps it until the stream has
+        ended. It must not be recorded anew before the layer has gone, so take one for each layer. Without `event` it
+        is what the calling thread's current CuPy stream has been given so far that counts: by default the legacy
+        default stream, and so PyTorch's default stream, but no non-blocking stream. On the CPU an event is an error.
 
         Token ranges of a layer come in order; repeating one is harmless. Raises ConfigError for a layer or tokens out
-        of range; a gap, or tokens beyond the blocks given so far, end the stream with one. It does nothing after the
-        end.
+        of range, and for what is no event; a gap, or tokens beyond the blocks given so far, end the stream with one. It
+        does nothing after the end.
         """
         layer = whole("layer", layer, 0, len(self._layer_times) - 1)
         start, stop = (0, self._tokens) if tokens is None else token_range(tokens, self._tokens)
         if self.key == 0:
             raise ConfigError("stream", f"layer_ready: {self._name!r} has not been entered; use it with `async with`")
+        if event is None:
+            event = self._streams.pool.mark()
+        else:
+            self._streams.pool.check_event(event)
         self._marks.append((layer, start, stop, self._streams.clock(), event))
         if not self._wake_due:
             self._wake_due = True
@@ -236,8 +238,9 @@ class SendStream(_Stream):
         self._check_open("done")
         data = wire.encode_payload(payload)
         self._drain()
-        while self._events is not None:  # each event that passes starts the wait for the next
-            await asyncio.wait([self._events])
+        while self._awaited is not None and not self.ended:
+            self._passed.clear()
+            await self._passed.wait()
         self._streams.finish(self.key, data)
         return await self._report()
 
@@ -246,28 +249,39 @@ class SendStream(_Stream):
         self._wake_due = False
         if self.ended:
             self._marks.clear()
-        while self._marks and self._events is None:
+        while self._marks and self._awaited is None:
             layer, start, stop, when, event = self._marks.popleft()
             if event is None:
                 self._mark(layer, start, stop, when)
             else:
-                self._events = asyncio.create_task(self._pass_event(event, layer, start, stop))
-                self._events.add_done_callback(self._event_passed)
+                self._await_event(event, layer, start, stop)
 
-    async def _pass_event(self, event: DeviceEvent, layer: int, start: int, stop: int) -> None:
-        await asyncio.to_thread(event.synchronize)
-        self._mark(layer, start, stop, self._streams.clock())
+    def _await_event(self, event: object, layer: int, start: int, stop: int) -> None:
+        # The layer enters the core when the event has passed, not before: slots are for chunks that are ready, and a
+        # gather that waited for an event on its stream would keep those of other streams waiting behind it.
+        try:
+            self._awaited = self._streams.pool.passed(event)
+        except KVStreamError as error:
+            self._streams.fail(self.key, error)
+        else:
+            self._awaited.add_done_callback(lambda passed: self._event_passed(passed, layer, start, stop))
 
-    def _event_passed(self, task: asyncio.Task[None]) -> None:
-        self._events = None
-        if task.cancelled() or self.ended:
+    def _event_passed(self, passed: Completion, layer: int, start: int, stop: int) -> None:
+        self._awaited = None
+        self._passed.set()
+        if self.ended:
             return
-        error = task.exception()
+        error = passed.error()
         if error is not None:
-            failed = KVStreamError(f"stream {self._name}: the device event of a layer failed: {error}")
-            failed.__cause__ = error
-            self._streams.fail(self.key, failed)
+            self._streams.fail(self.key, error)
+            return
+        self._mark(layer, start, stop, self._streams.clock())
         self._drain()
+
+    def on_ended(self, command: Ended) -> None:
+        super().on_ended(command)
+        self._marks.clear()
+        self._passed.set()
 
     def _mark(self, layer: int, start: int, stop: int, when: float) -> None:
         if stop == self._tokens:
@@ -288,6 +302,9 @@ class ReceiveStream(_Stream):
         super().__init__(streams, name, ids, tokens)
         self.claimed: BlockIds = ids[:0]
         """The blocks that this stream writes, while it is live."""
+        self.idle_after = streams.pool.mark()
+        """On a GPU: an event behind what was issued on the device when the blocks were handed over."""
+        self.layer_events: list[Any] = [None] * len(self._layer_times)
         self._first_token = first_token
         self._deadline = deadline
         self._arrived = [False] * len(self._layer_times)
@@ -372,6 +389,18 @@ class ReceiveStream(_Stream):
             raise TimeoutError(f"stream {self._name}: layer {layer} did not arrive within {timeout} s")
         assert self._end is not None
         raise self._end.error or Cancelled(f"stream {self._name}: ended before layer {layer}")
+
+    def layer_event(self, layer: int) -> Any:
+        """On a GPU: the cupy.cuda.Event recorded behind the last scatter into `layer`, which has to have arrived, for
+        the engine's stream to wait for (`stream.wait_event`, or cudaStreamWaitEvent with its `ptr`). From any thread.
+        Raises ConfigError for a layer that has not arrived yet, and on the CPU, where its arrival is all there is."""
+        layer = whole("layer", layer, 0, len(self._arrived) - 1)
+        if not self._streams.pool.is_device:
+            raise ConfigError("pool", "is on the cpu, which has no events: use wait_layer, or iterate")
+        if not self._arrived[layer]:
+            raise ConfigError("layer", f"{layer} has not arrived: use wait_layer, or iterate, before layer_event")
+        # Where nothing had to move, what came before is all there is.
+        return self.layer_events[layer] or self.idle_after
 
     async def done(self) -> StreamReport:
         """Wait for the end: every byte in place, the source's payload taken over. Raises what ended the stream, with

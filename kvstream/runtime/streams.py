@@ -1,10 +1,8 @@
 """The streams of one runtime: where scheduler, pool, connections and the user's sessions meet.
 
 It performs the scheduler's commands (gathers into slots, scatters out of them, tells the sessions) and turns the users'
-calls into the scheduler's events. Memory of the pool is read and written from here only, for a stream that is live at
-that moment. It is written synchronously, with one exception: a connection may read what is lent straight into the
-blocks, by operations that outlast a call. So the promise is this: blocks are free the instant that a stream's user has
-been told of its end, and a user is never told before every operation on the stream's blocks has its final status.
+calls into the scheduler's events. The bytes are moved by copies.py; here is who may hear of what. Blocks are the user's
+again the instant that the user is told of the stream's end, and never before.
 """
 
 from __future__ import annotations
@@ -13,40 +11,28 @@ import asyncio
 import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from kvstream.config import RuntimeConfig
-from kvstream.errors import Cancelled, ConfigError, Corrupted, KVStreamError, PeerLost, ProtocolError, Recalled, Refused
+from kvstream.errors import Cancelled, ConfigError, KVStreamError, ProtocolError, Refused
 from kvstream.log import get_logger
 from kvstream.memory import KVPool
 from kvstream.runtime.checks import whole
+from kvstream.runtime.copies import Copies
 from kvstream.runtime.links import Links
 from kvstream.runtime.sessions import BlockIds, Offer, ReceiveStream, SendStream
 from kvstream.scheduler.commands import Accepted, Arrived, Ended, Move, Offered, Stage, Withdrawn
 from kvstream.scheduler.core import Scheduler
 from kvstream.scheduler.driver import Driver
-from kvstream.transport.base import MIN_LENT_RUN, ByteView, Connection, Lent
+from kvstream.transport.base import Connection
 from kvstream.wire import Frame
 
 __all__ = ["OfferHandler", "Streams"]
 
 OfferHandler = Callable[[Offer], Awaitable[None]]
-
-
-@dataclass(slots=True)
-class _Writing:
-    """Operations under way into the blocks of one inbound stream."""
-
-    link: int
-    count: int = 0
-    end: Ended | None = None
-    """The stream's end, of which its user is told when the count is 0."""
-    limit: asyncio.TimerHandle | None = None
 
 
 class Streams:
@@ -66,15 +52,11 @@ class Streams:
         self._sessions: dict[int, SendStream | ReceiveStream] = {}
         self._written = np.zeros(pool.blocks, bool)
         """Blocks that a live inbound stream may write: two streams never share one."""
-        self._writing: dict[int, _Writing] = {}
-        """By stream: what is being written into its blocks asynchronously."""
-        self._run_bytes = 0 if config.checksums else pool.run_bytes
-        """Bytes of the runs that may be lent: none with checksums, for which the source has to touch every byte."""
-        self._block_runs = pool.layout.block_bytes // pool.run_bytes if pool.run_bytes else 0
         self._handler: OfferHandler | None = None
         self._offer_tasks: dict[int, asyncio.Task[None]] = {}
         self._on_load_changed: Callable[[], None] | None = None
         self._pumped = asyncio.Event()
+        self._copies = Copies(self)
 
     # ------------------------------------------------------------------ the users' calls
 
@@ -224,7 +206,7 @@ class Streams:
                 self._log.warning("an on_offer handler does not end, although it was cancelled", task=task.get_name())
         try:
             async with asyncio.timeout(wait):
-                while not self.core.idle or self._writing:
+                while not self.core.idle or not self._copies.idle:
                     self._pumped.clear()
                     await self._pumped.wait()
         except TimeoutError:
@@ -242,201 +224,13 @@ class Streams:
         self.links.drop(link, error)
 
     def chunk_blocks(self, connection: Connection) -> tuple[int, int]:
-        """How many blocks of one layer make a chunk on this connection, as its source; and how many of several."""
-        size = connection.slot_bytes
-        if self._lends(connection):
-            size = max(size, min(self.config.lend_chunk, connection.lent_runs * self._run_bytes))
-        block = self.pool.layout.block_bytes
-        return max(1, size // block), min(self.config.group_bytes, connection.slot_bytes) // block
-
-    def _lends(self, connection: Connection) -> bool:
-        """Whether blocks are lent on this connection: the peer can read them, and they are large enough."""
-        least = self.config.get_lend_bytes if connection.lane == "get" else self.config.lend_bytes
-        return connection.lends and self._run_bytes >= least
-
-    def _pays(self, connection: Connection, command: Stage, ids: BlockIds) -> bool:
-        """Whether to lend this chunk: also small blocks, where the table has them in long stretches of memory. Joining
-        these is up to who reads; on `get` each run is an operation, unless it is a neighbour on both sides."""
-        if self._lends(connection):
-            return True
-        runs = command.layers * len(ids) * self._block_runs
-        return (
-            connection.lends
-            and connection.lane == "shared"
-            and self._run_bytes >= MIN_LENT_RUN
-            and runs <= connection.lent_runs
-            and self.pool.mean_run(command.layer, ids) >= self.config.lend_bytes
-        )
+        return self._copies.chunk_blocks(connection)
 
     def stage(self, command: Stage) -> None:
-        now = self.driver.now()
-        session = self._sessions.get(command.stream)
-        connection = self.links.connection(command.link)
-        if session is None or connection is None:
-            self.core.stage_failed(now, command, Cancelled("the stream has ended"))
-            self.driver.pump()
-            return
-        ids = session.ids[command.first : command.first + command.count]
-        try:
-            if self._lend(session, connection, command, ids):
-                return
-            view = connection.write_view(command.slot)
-            size = 0
-            for layer in _layers(command):
-                size += self.pool.pack(layer, ids, view[size:])
-        except KVStreamError as error:
-            self.core.stage_failed(now, command, error)
-            self.driver.pump()
-            return
-        session.moved_bytes += size
-        checksum = _checksum(view[:size]) if self.config.checksums else 0
-        future = connection.publish(command.slot, size)
-        if future.done():
-            self._published(command, checksum, future)
-        else:
-            future.add_done_callback(lambda done: self._published(command, checksum, done))
-
-    def _lend(self, session: SendStream | ReceiveStream, connection: Connection, command: Stage, ids: BlockIds) -> bool:
-        """Let the peer read the blocks where they are, if that can be and pays."""
-        if not isinstance(session, SendStream) or not self._pays(connection, command, ids):
-            return False
-        if command.layers > 1 and connection.lane == "get":
-            return False  # layers may be registered each by itself, and a loan names few slabs
-        lent = self._runs(command, ids)
-        if lent is None:
-            return False
-        generation = connection.lend(command.slot, lent)
-        session.lent[connection, command.slot] = generation
-        session.moved_bytes += lent.nbytes
-        self.core.staged(self.driver.now(), command, generation)
-        self.driver.pump()
-        return True
-
-    def _runs(self, command: Stage | Move, ids: BlockIds) -> Lent | None:
-        """Where a chunk's blocks are, layer after layer, if they are runs of equal length in host memory."""
-        found = [self.pool.addresses(layer, ids) for layer in _layers(command)]
-        if len(found) == 1:
-            return Lent(*found[0]) if found[0] is not None else None
-        runs = [each for each in found if each is not None]
-        if len(runs) < len(found) or any(run != runs[0][1] for _, run in runs):
-            return None
-        return Lent(np.concatenate([addresses for addresses, _ in runs]), runs[0][1])
-
-    def _published(self, command: Stage, checksum: int, future: asyncio.Future[int]) -> None:
-        error = _failure(future)
-        if error is not None:
-            self.core.stage_failed(self.driver.now(), command, error)
-        else:
-            self.core.staged(self.driver.now(), command, future.result(), checksum)
-        self.driver.pump()
+        self._copies.stage(command)
 
     def move(self, command: Move) -> None:
-        connection = self.links.connection(command.link)
-        if connection is None:
-            return
-        size = command.layers * command.count * self.pool.layout.block_bytes
-        future = connection.take(command.slot, command.generation, size)
-        if future.done():
-            self._taken(command, future)
-        else:
-            future.add_done_callback(lambda done: self._taken(command, done))
-
-    def _taken(self, command: Move, future: asyncio.Future[ByteView | Lent]) -> None:
-        error = _failure(future)
-        live = self._live(command)
-        if error is None and live is not None:
-            session, connection = live
-            ids = session.ids[command.first : command.first + command.count]
-            taken = future.result()
-            try:
-                if isinstance(taken, Lent):
-                    self._borrow(connection, command, ids, taken)
-                    return
-                error = self._land(connection, command, ids, taken)
-            except KVStreamError as failure:
-                error = failure
-        self._moved(command, error)
-
-    def _moved(self, command: Move, error: KVStreamError | None) -> None:
-        now = self.driver.now()
-        if error is None:
-            self.core.moved(now, command)
-        else:
-            self.core.move_failed(now, command, error)
-        self.driver.pump()
-
-    def _live(self, command: Move) -> tuple[ReceiveStream, Connection] | None:
-        """The stream of a chunk and its connection; None when it has ended meanwhile and its blocks are not ours."""
-        session = self._sessions.get(command.stream)
-        connection = self.links.connection(command.link)
-        if connection is None or not isinstance(session, ReceiveStream):
-            return None
-        writing = self._writing.get(command.stream)
-        return None if writing is not None and writing.end is not None else (session, connection)
-
-    def _land(self, connection: Connection, command: Move, ids: BlockIds, taken: ByteView) -> KVStreamError | None:
-        """Scatter a chunk's bytes into the stream's blocks."""
-        if command.checksum and _checksum(taken) != command.checksum:
-            return Corrupted(f"layer {command.layer}: the checksum of blocks {command.first} on does not match")
-        self._unpack(command, ids, taken)
-        return self._landed(connection, command, taken.nbytes, lent=False)
-
-    def _landed(self, connection: Connection, command: Move, nbytes: int, *, lent: bool) -> KVStreamError | None:
-        """The bytes are in the blocks; whether they count."""
-        if not connection.check(command.slot, command.generation):
-            if lent:
-                return Recalled(f"the source took back what it had lent by slot {command.slot}")
-            return Corrupted(f"the source reused slot {command.slot} while it was being read")
-        self._sessions[command.stream].moved_bytes += nbytes
-        return None
-
-    def _unpack(self, command: Move, ids: BlockIds, data: ByteView) -> None:
-        size = data.nbytes // command.layers
-        for n, layer in enumerate(_layers(command)):
-            self.pool.unpack(layer, ids, data[n * size : (n + 1) * size])
-
-    def _borrow(self, connection: Connection, command: Move, ids: BlockIds, lent: Lent) -> None:
-        """Have what is lent read into the stream's blocks, or into a buffer where these are in pieces or on a GPU."""
-        buffer, local = None, self._runs(command, ids)
-        if local is None:
-            buffer = np.empty(lent.nbytes, np.uint8)
-            local = Lent(np.array([buffer.ctypes.data], np.uint64), buffer.nbytes)
-        future = connection.borrow(lent, local)
-        if future.done():
-            self._borrowed(command, future, lent.nbytes, buffer)
-            return
-        if buffer is None:
-            self._writing.setdefault(command.stream, _Writing(command.link)).count += 1
-        future.add_done_callback(lambda done: self._borrowed_later(command, done, lent.nbytes, buffer))
-
-    def _borrowed_later(
-        self, command: Move, future: asyncio.Future[None], nbytes: int, buffer: ByteView | None
-    ) -> None:
-        self._borrowed(command, future, nbytes, buffer)
-        if buffer is None:
-            writing = self._writing[command.stream]
-            writing.count -= 1
-            if not writing.count:
-                del self._writing[command.stream]
-                if writing.limit is not None:
-                    writing.limit.cancel()
-                if writing.end is not None:
-                    self._end(writing.end)
-                    self._pumped.set()
-
-    def _borrowed(self, command: Move, future: asyncio.Future[None], nbytes: int, buffer: ByteView | None) -> None:
-        error = _failure(future)
-        live = self._live(command)
-        if error is None and live is not None:
-            session, connection = live
-            try:
-                if buffer is not None:
-                    ids = session.ids[command.first : command.first + command.count]
-                    self._unpack(command, ids, buffer)
-                error = self._landed(connection, command, nbytes, lent=True)
-            except KVStreamError as failure:
-                error = failure
-        self._moved(command, error)
+        self._copies.move(command)
 
     def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended) -> None:
         if isinstance(command, Offered):
@@ -455,14 +249,14 @@ class Streams:
         elif isinstance(command, Arrived):
             if isinstance(session, ReceiveStream):
                 session.on_arrived(command.layer)
-        elif (writing := self._writing.get(command.stream)) is not None:
-            # Only the final status of what is under way gives the blocks back: if need be, by closing the connection.
-            writing.end = command
-            writing.limit = self._loop.call_later(self.config.end_wait, self._cut_off, writing.link)
-        else:
-            self._end(command)
+        elif not self._copies.put_off(command):
+            self.end(command)
 
-    def _end(self, command: Ended) -> None:
+    def session(self, key: int) -> SendStream | ReceiveStream | None:
+        """The stream of that key, until its user has been told of its end."""
+        return self._sessions.get(key)
+
+    def end(self, command: Ended) -> None:
         """Tell the user of a stream that it has ended: from here on its blocks are the user's."""
         session = self._sessions.pop(command.stream)
         if isinstance(session, ReceiveStream):
@@ -474,12 +268,9 @@ class Streams:
             session.lent.clear()
         session.on_ended(command)
         self._load_changed()
+        self._pumped.set()
         if command.error is not None:
             self._log.info("stream ended", stream=session.stream, code=command.error.code, why=str(command.error))
-
-    def _cut_off(self, link: int) -> None:
-        self.links.drop(link, PeerLost("reads into the blocks of a stream that has ended did not come to their end"))
-        self.driver.pump()
 
     def pumped(self) -> None:
         self._pumped.set()
@@ -529,24 +320,5 @@ class Streams:
         self._written[session.claimed] = False
 
 
-def _checksum(data: ByteView) -> int:
-    """XXH3 (64 bits), cut to what the wire carries; never 0, which means none there."""
-    return (xxhash.xxh3_64_intdigest(data.data) & (2**63 - 1)) or 1
-
-
-def _layers(command: Stage | Move) -> range:
-    return range(command.layer, command.layer + command.layers)
-
-
 async def _call(handler: OfferHandler, offer: Offer) -> None:
     await handler(offer)
-
-
-def _failure(future: asyncio.Future[Any]) -> KVStreamError | None:
-    """What went wrong with a transport's operation, as an error of ours. Anything else is a bug and surfaces."""
-    if future.cancelled():
-        return Cancelled("the operation was cancelled")
-    error = future.exception()
-    if error is None or isinstance(error, KVStreamError):
-        return error
-    raise error

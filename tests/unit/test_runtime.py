@@ -584,29 +584,6 @@ async def test_a_source_that_fails_before_it_is_connected_tells_the_destination(
     await settled(source, destination)
 
 
-async def test_an_event_delays_its_layer(cluster: Cluster) -> None:
-    source, destination = await pair(cluster)
-    passed = threading.Event()
-
-    class DeviceEvent:
-        def synchronize(self) -> None:
-            passed.wait()
-
-    async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
-        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
-            tx.layer_ready(0, event=DeviceEvent())
-            tx.layer_ready(1)
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert rx.layers_arrived == 0
-            passed.set()
-            await rx._until(1)
-            tx.layer_ready(2)
-            tx.layer_ready(3, event=DeviceEvent())
-            await tx.done()
-        await rx.done()
-
-
 async def test_restart_under_the_same_name_is_a_new_peer(cluster: Cluster) -> None:
     source, destination = await pair(cluster)
     async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import msgspec
 import numpy as np
@@ -233,37 +232,6 @@ async def test_a_handler_that_fails_after_it_accepted(cluster: Cluster, caplog: 
             await tx._report()
     await settled(source, destination)
     assert "on_offer handler failed" in caplog.text
-
-
-async def test_several_device_events_are_waited_for(cluster: Cluster) -> None:
-    source, destination = await pair(cluster)
-
-    class DeviceEvent:
-        def synchronize(self) -> None:
-            time.sleep(0.002)
-
-    async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
-        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
-            for layer in range(LAYOUT.layers):
-                tx.layer_ready(layer, event=DeviceEvent())
-            await tx.done()
-        await rx.done()
-
-
-async def test_a_device_event_that_fails_ends_the_stream(cluster: Cluster) -> None:
-    source, destination = await pair(cluster)
-
-    class DeviceEvent:
-        def synchronize(self) -> None:
-            raise OSError("the device fell off")
-
-    async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
-        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
-            tx.layer_ready(0, event=DeviceEvent())
-            with pytest.raises(KVStreamError, match="the device fell off"):
-                await tx._report()
-            with pytest.raises(KVStreamError):
-                await rx.done()
 
 
 async def test_cancelled_while_leaving_a_receive(cluster: Cluster) -> None:
@@ -696,24 +664,6 @@ async def test_a_destination_that_ends_the_handshake_is_an_error_at_once(
     await settled(source)
     assert source._streams.links._links == {}
     await transport.aclose()
-
-
-async def test_a_device_event_that_comes_after_the_end_is_not_waited_for(cluster: Cluster) -> None:
-    """The engine's thread does not know that the stream was left meanwhile; nobody would own that wait."""
-    source, _ = await pair(cluster)
-    waited: list[int] = []
-
-    class DeviceEvent:
-        def synchronize(self) -> None:
-            waited.append(1)
-
-    async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
-        pass
-    tx.layer_ready(0, event=DeviceEvent())
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert tx._events is None
-    assert waited == []
 
 
 async def test_closing_twice_at_once_keeps_the_order_of_leaving(cluster: Cluster) -> None:

@@ -1,0 +1,388 @@
+"""How bytes get out of a runtime's pool and into it: gathers, loans, reads and scatters, one chunk at a time.
+
+It performs the scheduler's Stage and Move and reports to the scheduler. Blocks are touched for a stream that is live at
+that moment only. On the CPU they are written synchronously, with one exception: a connection may read what is lent
+straight into the blocks, by operations that outlast a call; and a GPU copies in its own time. So a stream's user is
+never told of its end before everything on its way into its blocks has its final status (`put_off`); what is on its way
+out of them at the end is thrown away by who reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from kvstream.errors import Cancelled, Corrupted, KVStreamError, PeerLost, Recalled
+from kvstream.memory.completion import Completion
+from kvstream.runtime.sessions import BlockIds, ReceiveStream, SendStream
+from kvstream.scheduler.commands import Ended, Move, Stage
+from kvstream.transport.base import MIN_LENT_RUN, ByteView, Connection, Lent
+
+if TYPE_CHECKING:
+    from kvstream.runtime.streams import Streams
+
+__all__ = ["Copies"]
+
+
+@dataclass(slots=True)
+class _Writing:
+    """What is on its way into the blocks of one inbound stream."""
+
+    link: int
+    reads: int = 0
+    """Operations of a connection."""
+    scatters: int = 0
+    """Copies that a GPU has been given."""
+    end: Ended | None = None
+    """The stream's end, of which its user is told when there are none."""
+    limit: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True)
+class _Landing:
+    """A chunk that a GPU scatters, layer by layer. `data` is what it reads until the last is done."""
+
+    command: Move
+    data: ByteView
+    lent: bool
+    left: int
+    error: KVStreamError | None = None
+
+
+class Copies:
+    """The data path of one runtime's streams."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._pool = streams.pool
+        self._config = streams.config
+        self._loop = asyncio.get_running_loop()
+        self._writing: dict[int, _Writing] = {}
+        """By stream."""
+        self._run_bytes = 0 if streams.config.checksums else streams.pool.run_bytes
+        """Bytes of the runs that may be lent: none with checksums, for which the source has to touch every byte."""
+        self._block_runs = streams.pool.layout.block_bytes // streams.pool.run_bytes if streams.pool.run_bytes else 0
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is on its way into blocks."""
+        return not self._writing
+
+    def put_off(self, command: Ended) -> bool:
+        """Whether the user of a stream can't be told of its end yet. `Streams.end` is called as soon as it can."""
+        writing = self._writing.get(command.stream)
+        if writing is None:
+            return False
+        writing.end = command
+        if writing.reads:
+            # Only the final status of a read gives the blocks back: if need be, by closing the connection.
+            writing.limit = self._loop.call_later(self._config.end_wait, self._cut_off, writing.link)
+        return True
+
+    def _cut_off(self, link: int) -> None:
+        self._streams.links.drop(
+            link, PeerLost("reads into the blocks of a stream that has ended did not come to their end")
+        )
+        self._streams.driver.pump()
+
+    def chunk_blocks(self, connection: Connection) -> tuple[int, int]:
+        """How many blocks of one layer make a chunk on this connection, as its source; and how many of several."""
+        size = connection.slot_bytes
+        if self._lends(connection):
+            size = max(size, min(self._config.lend_chunk, connection.lent_runs * self._run_bytes))
+        block = self._pool.layout.block_bytes
+        # On a GPU each layer is a launch of its own.
+        group = 0 if self._pool.is_device else min(self._config.group_bytes, connection.slot_bytes) // block
+        return max(1, size // block), group
+
+    # ------------------------------------------------------------------ source
+
+    def stage(self, command: Stage) -> None:
+        session = self._streams.session(command.stream)
+        connection = self._streams.links.connection(command.link)
+        if not isinstance(session, SendStream) or connection is None:
+            self._stage_failed(command, Cancelled("the stream has ended"))
+            return
+        ids = session.ids[command.first : command.first + command.count]
+        try:
+            if self._pays(connection, command, ids) and self._lend(session, connection, command, ids):
+                return
+            view = connection.write_view(command.slot)
+            if self._pool.is_device:
+                self._gather(session, connection, command, ids, view)
+                return
+            size = 0
+            for layer in _layers(command):
+                size += self._pool.pack(layer, ids, view[size:])
+        except KVStreamError as error:
+            self._stage_failed(command, error)
+            return
+        self._publish(session, connection, command, view[:size])
+
+    def _stage_failed(self, command: Stage, error: KVStreamError) -> None:
+        self._streams.core.stage_failed(self._streams.driver.now(), command, error)
+        self._streams.driver.pump()
+
+    def _gather(
+        self, session: SendStream, connection: Connection, command: Stage, ids: BlockIds, view: ByteView
+    ) -> None:
+        self._pool.pin(view)
+        data = view[: len(ids) * self._pool.layout.block_bytes]
+        copy = self._pool.pack_async(command.layer, ids, data)
+        copy.add_done_callback(lambda copy: self._gathered(session, connection, command, data, copy))
+
+    def _gathered(
+        self, session: SendStream, connection: Connection, command: Stage, data: ByteView, copy: Completion
+    ) -> None:
+        error = copy.error()
+        live = (
+            self._streams.session(command.stream) is session
+            and self._streams.links.connection(command.link) is connection
+        )
+        if error is None and not live:
+            # What was read may have been somebody else's blocks by then.
+            error = Cancelled("the stream has ended")
+        if error is None:
+            self._publish(session, connection, command, data)
+        else:
+            self._stage_failed(command, error)
+
+    def _publish(self, session: SendStream, connection: Connection, command: Stage, data: ByteView) -> None:
+        session.moved_bytes += data.size
+        checksum = _checksum(data) if self._config.checksums else 0
+        future = connection.publish(command.slot, data.size)
+        if future.done():
+            self._published(command, checksum, future)
+        else:
+            future.add_done_callback(lambda done: self._published(command, checksum, done))
+
+    def _published(self, command: Stage, checksum: int, future: asyncio.Future[int]) -> None:
+        error = _failure(future)
+        if error is not None:
+            self._stage_failed(command, error)
+            return
+        self._streams.core.staged(self._streams.driver.now(), command, future.result(), checksum)
+        self._streams.driver.pump()
+
+    def _lends(self, connection: Connection) -> bool:
+        """Whether all blocks are lent on this connection: the peer can read them, and they are large enough."""
+        least = self._config.get_lend_bytes if connection.lane == "get" else self._config.lend_bytes
+        return connection.lends and self._run_bytes >= least
+
+    def _pays(self, connection: Connection, command: Stage, ids: BlockIds) -> bool:
+        """Whether to lend this chunk: also small blocks, where the table has them in long stretches of memory. Joining
+        these is up to who reads; on `get` each run is an operation, unless it is a neighbour on both sides."""
+        if connection.lane == "get":
+            # Layers may be registered each by itself, and a loan names few slabs.
+            return command.layers == 1 and self._lends(connection)
+        if self._lends(connection):
+            return True
+        runs = command.layers * len(ids) * self._block_runs
+        return (
+            connection.lends
+            and self._run_bytes >= MIN_LENT_RUN
+            and runs <= connection.lent_runs
+            and self._pool.mean_run(command.layer, ids) >= self._config.lend_bytes
+        )
+
+    def _lend(self, session: SendStream, connection: Connection, command: Stage, ids: BlockIds) -> bool:
+        """Let the peer read the blocks where they are, if that can be."""
+        lent = self._runs(command, ids)
+        if lent is None:
+            return False
+        generation = connection.lend(command.slot, lent)
+        session.lent[connection, command.slot] = generation
+        session.moved_bytes += lent.nbytes
+        self._streams.core.staged(self._streams.driver.now(), command, generation)
+        self._streams.driver.pump()
+        return True
+
+    def _runs(self, command: Stage | Move, ids: BlockIds) -> Lent | None:
+        """Where a chunk's blocks are, layer after layer, if they are runs of equal length in host memory."""
+        found = [self._pool.addresses(layer, ids) for layer in _layers(command)]
+        if len(found) == 1:
+            return Lent(*found[0]) if found[0] is not None else None
+        runs = [each for each in found if each is not None]
+        if len(runs) < len(found) or any(run != runs[0][1] for _, run in runs):
+            return None
+        return Lent(np.concatenate([addresses for addresses, _ in runs]), runs[0][1])
+
+    # ------------------------------------------------------------------ destination
+
+    def move(self, command: Move) -> None:
+        connection = self._streams.links.connection(command.link)
+        if connection is None:
+            return
+        size = command.layers * command.count * self._pool.layout.block_bytes
+        future = connection.take(command.slot, command.generation, size)
+        if future.done():
+            self._taken(command, future)
+        else:
+            future.add_done_callback(lambda done: self._taken(command, done))
+
+    def _taken(self, command: Move, future: asyncio.Future[ByteView | Lent]) -> None:
+        error = _failure(future)
+        live = self._live(command)
+        if error is not None or live is None:
+            self._moved(command, error)
+            return
+        taken = future.result()
+        if isinstance(taken, Lent):
+            self._borrow(*live, command, taken)
+        elif command.checksum and _checksum(taken) != command.checksum:
+            what = f"layer {command.layer}: the checksum of blocks {command.first} on does not match"
+            self._moved(command, Corrupted(what))
+        else:
+            self._land(*live, command, taken, lent=False)
+
+    def _moved(self, command: Move, error: KVStreamError | None) -> None:
+        now = self._streams.driver.now()
+        if error is None:
+            self._streams.core.moved(now, command)
+        else:
+            self._streams.core.move_failed(now, command, error)
+        self._streams.driver.pump()
+
+    def _live(self, command: Move) -> tuple[ReceiveStream, Connection] | None:
+        """The stream of a chunk and its connection; None when it has ended meanwhile and its blocks are not ours."""
+        session = self._streams.session(command.stream)
+        connection = self._streams.links.connection(command.link)
+        if connection is None or not isinstance(session, ReceiveStream):
+            return None
+        writing = self._writing.get(command.stream)
+        return None if writing is not None and writing.end is not None else (session, connection)
+
+    def _land(
+        self, session: ReceiveStream, connection: Connection, command: Move, data: ByteView, *, lent: bool
+    ) -> None:
+        """Bring a chunk's bytes, which are in host memory here, into the stream's blocks."""
+        ids = session.ids[command.first : command.first + command.count]
+        size = data.nbytes // command.layers
+        if self._pool.is_device:
+            self._scatter(session, command, ids, data, lent=lent)
+            return
+        try:
+            for n, layer in enumerate(_layers(command)):
+                self._pool.unpack(layer, ids, data[n * size : (n + 1) * size])
+        except KVStreamError as error:
+            self._moved(command, error)
+        else:
+            self._moved(command, self._count(session, connection, command, data.nbytes, lent=lent))
+
+    def _count(
+        self, session: ReceiveStream, connection: Connection, command: Move, nbytes: int, *, lent: bool
+    ) -> KVStreamError | None:
+        """The bytes are in the blocks: whether they count."""
+        if not connection.check(command.slot, command.generation):
+            if lent:
+                return Recalled(f"the source took back what it had lent by slot {command.slot}")
+            return Corrupted(f"the source reused slot {command.slot} while it was being read")
+        session.moved_bytes += nbytes
+        return None
+
+    def _borrow(self, session: ReceiveStream, connection: Connection, command: Move, lent: Lent) -> None:
+        """Have what is lent read into the stream's blocks, or into a buffer where these are in pieces or on a GPU."""
+        ids = session.ids[command.first : command.first + command.count]
+        buffer, local = None, self._runs(command, ids)
+        if local is None:
+            buffer = np.empty(lent.nbytes, np.uint8)
+            local = Lent(np.array([buffer.ctypes.data], np.uint64), buffer.nbytes)
+        future = connection.borrow(lent, local)
+        if future.done():
+            self._borrowed(command, future, lent.nbytes, buffer)
+            return
+        if buffer is None:
+            self._writing.setdefault(command.stream, _Writing(command.link)).reads += 1
+
+        def read(future: asyncio.Future[None]) -> None:
+            self._borrowed(command, future, lent.nbytes, buffer)
+            if buffer is None:
+                self._writing[command.stream].reads -= 1
+                self._written(command.stream)
+
+        future.add_done_callback(read)
+
+    def _borrowed(self, command: Move, future: asyncio.Future[None], nbytes: int, buffer: ByteView | None) -> None:
+        error = _failure(future)
+        live = self._live(command)
+        if error is not None or live is None:
+            self._moved(command, error)
+        elif buffer is not None:
+            self._land(*live, command, buffer, lent=True)
+        else:
+            self._moved(command, self._count(*live, command, nbytes, lent=True))
+
+    def _scatter(self, session: ReceiveStream, command: Move, ids: BlockIds, data: ByteView, *, lent: bool) -> None:
+        """`_land` on a GPU: begun here, and over with the last layer's completion."""
+        landing = _Landing(command, data, lent, command.layers)
+        size = data.nbytes // command.layers
+        writing = self._writing.setdefault(command.stream, _Writing(command.link))
+        writing.scatters += 1  # this call, so that nothing that completes at once ends the stream in the middle
+        try:
+            self._pool.pin(data)
+            for n, layer in enumerate(_layers(command)):
+                part = data[n * size : (n + 1) * size]
+                copy = self._pool.unpack_async(layer, ids, part, after=session.idle_after)
+                writing.scatters += 1
+                copy.add_done_callback(self._scattered(landing, session, layer))
+        except KVStreamError as error:
+            self._moved(command, landing.error or error)
+            landing.left = 0
+        writing.scatters -= 1
+        self._written(command.stream)
+
+    def _scattered(self, landing: _Landing, session: ReceiveStream, layer: int) -> Callable[[Completion], None]:
+        command = landing.command
+
+        def scattered(copy: Completion) -> None:
+            error = copy.error()
+            landing.error = landing.error or error
+            if error is None:
+                session.layer_events[layer] = copy.event
+            landing.left -= 1
+            if landing.left == 0:
+                live = self._live(command)
+                failure = landing.error
+                if failure is None and live is not None:
+                    failure = self._count(*live, command, landing.data.nbytes, lent=landing.lent)
+                self._moved(command, failure)
+            self._writing[command.stream].scatters -= 1
+            self._written(command.stream)
+
+        return scattered
+
+    def _written(self, stream: int) -> None:
+        """Something on its way into the stream's blocks is there: after the last of it its user may hear of its end."""
+        writing = self._writing[stream]
+        if writing.reads == 0 and writing.limit is not None:
+            writing.limit.cancel()
+            writing.limit = None
+        if writing.reads or writing.scatters:
+            return
+        del self._writing[stream]
+        if writing.end is not None:
+            self._streams.end(writing.end)
+
+
+def _layers(command: Stage | Move) -> range:
+    return range(command.layer, command.layer + command.layers)
+
+
+def _checksum(data: ByteView) -> int:
+    """XXH3 (64 bits), cut to what the wire carries; never 0, which means none there."""
+    return (xxhash.xxh3_64_intdigest(data.data) & (2**63 - 1)) or 1
+
+
+def _failure(future: asyncio.Future[Any]) -> KVStreamError | None:
+    """What went wrong with a transport's operation, as an error of ours. Anything else is a bug and surfaces."""
+    if future.cancelled():
+        return Cancelled("the operation was cancelled")
+    error = future.exception()
+    if error is None or isinstance(error, KVStreamError):
+        return error
+    raise error
