@@ -30,7 +30,7 @@ from kvstream.runtime.sessions import BlockIds, Offer, ReceiveStream, SendStream
 from kvstream.scheduler.commands import Accepted, Arrived, Ended, Move, Offered, Stage, Withdrawn
 from kvstream.scheduler.core import Scheduler
 from kvstream.scheduler.driver import Driver
-from kvstream.transport.base import ByteView, Connection, Lent
+from kvstream.transport.base import ByteView, Connection, Lent, Slab
 from kvstream.wire import Frame
 
 __all__ = ["OfferHandler", "Streams"]
@@ -245,6 +245,13 @@ class Streams:
         if self._lends(connection):
             size = max(size, min(self.config.lend_chunk, connection.lent_runs * self._run_bytes))
         return max(1, size // self.pool.layout.block_bytes)
+
+    @property
+    def slabs(self) -> list[Slab]:
+        """What the transport has to expose so that blocks can be lent on every lane; none where none would be."""
+        if self._run_bytes < self.config.get_lend_bytes:
+            return []
+        return [Slab(address, nbytes, self.pool) for address, nbytes in self.pool.slabs]
 
     def _lends(self, connection: Connection) -> bool:
         """Whether blocks are lent on this connection: the peer can read them, and they are large enough."""

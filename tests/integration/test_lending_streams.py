@@ -305,3 +305,19 @@ async def test_streams_go_on_while_the_end_of_one_waits(readers: Workers, held: 
         await until_ended(rx)
         for layer in range(LAYOUT.layers):
             assert (readers.target.pool.layer(layer).view(np.uint8)[blocks] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "lends"), [({}, True), ({"get_lend_bytes": 1 << 20}, False), ({"checksums": True}, False)]
+)
+async def test_memory_is_registered_only_where_it_is_lent(changes: dict[str, float], lends: bool) -> None:
+    async for workers in started("lent-get", **changes):
+        async with workers.receive() as rx, workers.send() as tx:
+            for layer in range(LAYOUT.layers):
+                tx.layer_ready(layer)
+            await tx.done()
+            await rx.done()
+        (link,) = workers.source._streams.links._links.values()
+        assert link.connection.lends == lends
+        for layer in range(LAYOUT.layers):
+            assert (workers.target.pool.layer(layer).view(np.uint8)[[0, 1]] == 1).all()
