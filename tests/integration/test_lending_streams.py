@@ -139,7 +139,7 @@ def untouched(workers: Workers) -> bool:
 
 @pytest.mark.parametrize("how", ["cancel", "deadline", "source"])
 async def test_the_end_waits_for_what_is_on_its_way_into_the_blocks(readers: Workers, held: Held, how: str) -> None:
-    async with readers.receive(deadline=0.3 if how == "deadline" else 60) as rx, readers.send() as tx:
+    async with readers.receive(deadline=60) as rx, readers.send() as tx:
         tx.layer_ready(0)
         await held.first()
         core = readers.target._streams.core
@@ -148,6 +148,10 @@ async def test_the_end_waits_for_what_is_on_its_way_into_the_blocks(readers: Wor
             rx.cancel("changed its mind")
         elif how == "source":
             tx.cancel("changed its mind")
+        else:
+            driver = readers.target._streams.driver
+            core.tick(driver.now() + 61)
+            driver.pump()
         async with asyncio.timeout(5):
             while core.streams:  # the scheduler is done with it
                 await asyncio.sleep(0.001)
