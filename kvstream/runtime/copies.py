@@ -21,7 +21,7 @@ from kvstream.errors import Cancelled, Corrupted, KVStreamError, PeerLost, Recal
 from kvstream.memory.completion import Completion
 from kvstream.runtime.sessions import BlockIds, ReceiveStream, SendStream
 from kvstream.scheduler.commands import Ended, Move, Stage
-from kvstream.transport.base import MIN_LENT_RUN, ByteView, Connection, Lent
+from kvstream.transport.base import MIN_LENT_RUN, ByteView, Connection, Lent, Slab
 
 if TYPE_CHECKING:
     from kvstream.runtime.streams import Streams
@@ -72,6 +72,13 @@ class Copies:
     def idle(self) -> bool:
         """Nothing is on its way into blocks."""
         return not self._writing
+
+    @property
+    def slabs(self) -> list[Slab]:
+        """What the transport has to expose so that blocks can be lent on every lane; none where none would be."""
+        if self._run_bytes < self._config.get_lend_bytes:
+            return []
+        return [Slab(address, nbytes, self._pool) for address, nbytes in self._pool.slabs]
 
     def put_off(self, command: Ended) -> bool:
         """Whether the user of a stream can't be told of its end yet. `Streams.end` is called as soon as it can."""

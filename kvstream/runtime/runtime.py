@@ -35,7 +35,7 @@ from kvstream.runtime.routing import default_candidates, named_candidates
 from kvstream.runtime.seams import Seams
 from kvstream.runtime.sessions import ReceiveStream, SendStream
 from kvstream.runtime.streams import OfferHandler, Streams
-from kvstream.transport.base import LANES, Lane, ListenAddress, Slab, StagingBudget, Transport
+from kvstream.transport.base import LANES, Lane, ListenAddress, StagingBudget, Transport
 
 __all__ = ["Runtime"]
 
@@ -129,7 +129,7 @@ class Runtime:
         if transport is None:
             transport = _ucx_transport(self._data_interface, self._lanes, StagingBudget(config.staging_limit))
             stack.push_async_callback(transport.aclose)
-        transport.expose([Slab(address, nbytes, self.pool) for address, nbytes in self.pool.slabs])
+        transport.expose(streams.slabs)
         links = Links(
             identity,
             transport,

@@ -27,7 +27,7 @@ from kvstream.runtime.sessions import BlockIds, Offer, ReceiveStream, SendStream
 from kvstream.scheduler.commands import Accepted, Arrived, Ended, Move, Offered, Stage, Withdrawn
 from kvstream.scheduler.core import Scheduler
 from kvstream.scheduler.driver import Driver
-from kvstream.transport.base import Connection
+from kvstream.transport.base import Connection, Slab
 from kvstream.wire import Frame
 
 __all__ = ["OfferHandler", "Streams"]
@@ -225,6 +225,10 @@ class Streams:
 
     def chunk_blocks(self, connection: Connection) -> tuple[int, int]:
         return self._copies.chunk_blocks(connection)
+
+    @property
+    def slabs(self) -> list[Slab]:
+        return self._copies.slabs
 
     def stage(self, command: Stage) -> None:
         self._copies.stage(command)

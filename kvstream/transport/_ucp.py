@@ -170,7 +170,11 @@ class _MemMapParams(Structure):
     ADDRESS = 1 << 0
     LENGTH = 1 << 1
     FLAGS = 1 << 2
+    PROT = 1 << 3
     FLAG_NONBLOCK = 1 << 0
+    PROT_LOCAL = 3
+    PROT_REMOTE_READ = 1 << 8
+    PROT_REMOTE_WRITE = 1 << 9
 
 
 class _AmHandlerParam(Structure):
@@ -425,13 +429,17 @@ class Ucp:
 
     # -- memory
 
-    def map_memory(self, context: int, address: int, nbytes: int) -> tuple[int, int]:
-        """Register memory. Returns (status, memory handle). Pages are not touched by it."""
+    def map_memory(self, context: int, address: int, nbytes: int, *, remote_write: bool) -> tuple[int, int]:
+        """Register memory that peers may read, and write where `remote_write`: as far as the transport can keep them
+        from it, as RDMA can and CMA can't. Returns (status, memory handle). Pages are not touched by it."""
         params = _MemMapParams(
-            field_mask=_MemMapParams.ADDRESS | _MemMapParams.LENGTH | _MemMapParams.FLAGS,
+            field_mask=_MemMapParams.ADDRESS | _MemMapParams.LENGTH | _MemMapParams.FLAGS | _MemMapParams.PROT,
             address=address,
             length=nbytes,
             flags=_MemMapParams.FLAG_NONBLOCK,
+            prot=_MemMapParams.PROT_LOCAL
+            | _MemMapParams.PROT_REMOTE_READ
+            | (_MemMapParams.PROT_REMOTE_WRITE if remote_write else 0),
         )
         memory = c_void_p()
         status = self._mem_map(context, byref(params), byref(memory))

@@ -148,11 +148,11 @@ class _State:
 class Region:
     """Memory registered with one worker's context. `unregister` once every operation on it has its final status."""
 
-    def __init__(self, state: _State, memory: Slab) -> None:
+    def __init__(self, state: _State, memory: Slab, *, writable: bool) -> None:
         self._state = state
         self.address = memory.address
         self._keep: object = memory.owner
-        status, self._handle = state.ucp.map_memory(state.context, self.address, memory.nbytes)
+        status, self._handle = state.ucp.map_memory(state.context, self.address, memory.nbytes, remote_write=writable)
         if status != _ucp.OK:
             raise ConfigError("staging", f"UCX can't register {memory.nbytes} bytes: {state.ucp.error(status)}")
         status, self.rkey = state.ucp.pack_rkey(state.context, self._handle)
@@ -341,8 +341,9 @@ class UcpWorker:
             raise PeerLost(f"{host}:{port} can't be reached: {self.error(status)}")
         return Endpoint(self, state, handle, f"{host}:{port}")
 
-    def register(self, memory: Slab) -> Region:
-        return Region(self._state, memory)
+    def register(self, memory: Slab, *, writable: bool = False) -> Region:
+        """Register memory for peers to read, and to write where `writable`. Raises ConfigError when UCX can't."""
+        return Region(self._state, memory, writable=writable)
 
     def close(self) -> None:
         """Close what is open and destroy the worker. Idempotent. Afterwards nothing of it is in flight."""

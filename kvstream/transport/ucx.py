@@ -341,16 +341,16 @@ class UcxConnection(Connection):
     def _accept_put(self, offer: _Offer) -> _Answer:
         self._take_budget(area_bytes(offer.slots, offer.slot_bytes))
         try:
-            region = self._own_slots(offer)
+            region = self._own_slots(offer, writable=True)
         except KVStreamError:
             self._return_budget()
             raise
         self._seen = self._own
         return _Answer("put", offer.nonce, region.address, region.rkey)
 
-    def _own_slots(self, offer: _Offer) -> Region:
+    def _own_slots(self, offer: _Offer, *, writable: bool = False) -> Region:
         memory = allocate(area_bytes(offer.slots, offer.slot_bytes))
-        region = self._region = self._endpoint.worker.register(_slab(memory))
+        region = self._region = self._endpoint.worker.register(_slab(memory), writable=writable)
         self._own = Slots(memory, offer.slots, offer.slot_bytes, offer.nonce)
         return region
 

@@ -444,10 +444,10 @@ async def test_slots_too_small_for_the_keys_do_not_lend(reader: Lender) -> None:
 async def test_memory_that_cannot_be_registered_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     register = UcpWorker.register
 
-    def limited(worker: UcpWorker, memory: Slab) -> object:
+    def limited(worker: UcpWorker, memory: Slab, *, writable: bool = False) -> object:
         if memory.nbytes == LENDABLE:
             raise ConfigError("staging", "UCX can't register that much")
-        return register(worker, memory)
+        return register(worker, memory, writable=writable)
 
     monkeypatch.setattr(UcpWorker, "register", limited)
     lender = Lender("get")
@@ -464,9 +464,10 @@ async def test_memory_is_registered_once_and_until_the_transport_closes(
     registered: list[int] = []
     register = UcpWorker.register
 
-    def counted(worker: UcpWorker, memory: Slab) -> object:
+    def counted(worker: UcpWorker, memory: Slab, *, writable: bool = False) -> object:
         registered.append(memory.address)
-        return register(worker, memory)
+        assert not writable  # what is lent, and what a destination gets into, no peer has to write
+        return register(worker, memory, writable=writable)
 
     monkeypatch.setattr(UcpWorker, "register", counted)
     for _ in range(3):

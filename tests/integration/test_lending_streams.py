@@ -196,6 +196,43 @@ async def test_the_end_waits_for_what_is_on_its_way_into_the_blocks(readers: Wor
         assert untouched(readers)
 
 
+async def test_a_chunk_found_after_the_end_is_not_read(
+    readers: Workers, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two chunks: one is on its way into the blocks, of the other only the table, when the stream ends."""
+    take = UcxConnection.take
+    found = asyncio.Event()
+    go_on = asyncio.Event()
+
+    async def late(taking: asyncio.Future[object]) -> object:
+        lent = await taking
+        found.set()
+        await go_on.wait()
+        return lent
+
+    def later(connection: UcxConnection, slot: int, generation: int, nbytes: int) -> asyncio.Future[object]:
+        return asyncio.ensure_future(late(take(connection, slot, generation, nbytes)))
+
+    async with readers.receive() as rx, readers.send() as tx:
+        tx.layer_ready(0)
+        await held.first()
+        monkeypatch.setattr(UcxConnection, "take", later)
+        tx.layer_ready(1)
+        async with asyncio.timeout(5):
+            await found.wait()
+        rx.cancel("changed its mind")
+        go_on.set()
+        async with asyncio.timeout(5):
+            (link,) = readers.target._streams.core._shared.links.values()
+            while link.moving > 1:
+                await asyncio.sleep(0.001)
+        assert len(held.gets) == 1
+        assert not rx.ended
+        held.release()
+        await until_ended(rx)
+    assert not readers.target.pool.layer(1).view(np.uint8).any()
+
+
 async def test_leaving_the_context_waits_too_even_when_cancelled(readers: Workers, held: Held) -> None:
     entered = asyncio.Event()
 
@@ -297,3 +334,19 @@ async def test_streams_go_on_while_the_end_of_one_waits(readers: Workers, held: 
         await until_ended(rx)
         for layer in range(LAYOUT.layers):
             assert (readers.target.pool.layer(layer).view(np.uint8)[blocks] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "lends"), [({}, True), ({"get_lend_bytes": 1 << 20}, False), ({"checksums": True}, False)]
+)
+async def test_memory_is_registered_only_where_it_is_lent(changes: dict[str, float], lends: bool) -> None:
+    async for workers in started("lent-get", **changes):
+        async with workers.receive() as rx, workers.send() as tx:
+            for layer in range(LAYOUT.layers):
+                tx.layer_ready(layer)
+            await tx.done()
+            await rx.done()
+        (link,) = workers.source._streams.links._links.values()
+        assert link.connection.lends == lends
+        for layer in range(LAYOUT.layers):
+            assert (workers.target.pool.layer(layer).view(np.uint8)[[0, 1]] == 1).all()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstream.errors import ProtocolError
 from kvstream.transport._loans import MAX_KEY_BYTES, MAX_KEYS_BYTES, Exports, Get, KeyedSlab, Loan, Shelf, plan
 from kvstream.transport.base import Lent
 
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 BASE = 1 << 40
 OURS = 1 << 41
 
@@ -23,6 +24,7 @@ def unpack(packed: bytes) -> int:
     return int.from_bytes(packed, "little")
 
 
+@quick
 @given(
     run=st.sampled_from([1, 3, 8]),
     remote_factor=st.integers(1, 3),
@@ -76,6 +78,7 @@ def test_k_and_v_that_take_turns_are_two_gets() -> None:
     assert [get.nbytes for get in gets] == [192, 192]
 
 
+@quick
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(64, 200))
 def test_a_table_names_the_slabs_of_its_runs_and_no_others(places: list[int], run: int) -> None:
     slabs = [KeyedSlab(BASE + 10_000 * i, 4096, bytes([i + 1]) * (i + 1)) for i in range(3)]
@@ -120,6 +123,7 @@ def test_too_many_slabs_at_once() -> None:
         Shelf(five, unpack)
 
 
+@quick
 @given(st.binary(max_size=80))
 def test_keys_of_garbage(raw: bytes) -> None:
     try:
