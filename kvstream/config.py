@@ -24,6 +24,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Staging slots per connection: how many chunks may be between gather and confirmation."""
     slot_bytes: int = 2 * MiB
     """Size of a slot; raised to one KV block where a block is larger. Gather and scatter of a slot run on the loop."""
+    put_window: int = 4 * MiB
+    """Lane put: how many bytes of a connection are handed to UCX at a time. Control messages share its socket, and wait
+    behind these and what the kernel buffers, not behind all slots. Less costs throughput."""
     lend_bytes: int = 32 << 10
     """Where the peer can read this process's memory (shared lane, with ptrace rights), blocks whose runs of bytes are
     at least this long are not gathered into slots but read in place: one copy instead of two."""
@@ -83,12 +86,15 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("slots", 4096),
             ("slot_bytes", 1 << 30),
             ("lend_chunk", 1 << 30),
+            ("put_window", 1 << 40),
             ("max_streams", 1 << 24),
         ):
             if getattr(self, field) > limit:
                 raise ConfigError(field, f"must be at most {limit}, is {getattr(self, field)}")
         if self.lend_bytes < 64:
             raise ConfigError("lend_bytes", f"must be at least 64, is {self.lend_bytes}")
+        if self.put_window < 64 << 10:
+            raise ConfigError("put_window", f"must be at least {64 << 10}, is {self.put_window}")
         if self.stall_timeout < 2 * self.beat_interval:
             raise ConfigError(
                 "stall_timeout",

@@ -164,6 +164,8 @@ class SendStream(_Stream):
         self._events: asyncio.Task[None] | None = None
         self.lent: dict[tuple[Connection, int], int] = {}
         """What the peer may be reading in place: generation by connection and slot."""
+        self.publishing: dict[tuple[Connection, int], None] = {}
+        """Slots on their way to the peer."""
 
     async def __aenter__(self) -> Self:
         self._enter()

@@ -252,8 +252,17 @@ class Streams:
         future = connection.publish(command.slot, size)
         if future.done():
             self._published(command, checksum, future)
-        else:
-            future.add_done_callback(lambda done: self._published(command, checksum, done))
+            return
+        slot = connection, command.slot
+        if isinstance(session, SendStream):
+            session.publishing[slot] = None
+
+        def published(done: asyncio.Future[int]) -> None:
+            if isinstance(session, SendStream):
+                session.publishing.pop(slot, None)
+            self._published(command, checksum, done)
+
+        future.add_done_callback(published)
 
     def _lend(self, session: SendStream | ReceiveStream, connection: Connection, command: Stage, ids: BlockIds) -> bool:
         """Let the peer read the blocks where they are, if it can and they are large enough for that to pay."""
@@ -359,6 +368,8 @@ class Streams:
                 for (connection, slot), generation in session.lent.items():
                     connection.recall(slot, generation)
                 session.lent.clear()
+                for connection, slot in session.publishing:
+                    connection.withdraw(slot)
             session.on_ended(command)
             self._load_changed()
             if command.error is not None:
