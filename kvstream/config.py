@@ -27,6 +27,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     group_bytes: int = MiB
     """Layers that are ready together share a chunk of up to this size: short prompts take few chunks. Less than a slot,
     so that gather and scatter of a prompt overlap."""
+    put_window: int = 4 * MiB
+    """Lane put: how many bytes of a connection are handed to UCX at a time. Control messages share its socket, and wait
+    behind these and what the kernel buffers, not behind all slots. Less costs throughput."""
     lend_bytes: int = 32 << 10
     """Where the peer can read this process's memory (shared lane, with ptrace rights), blocks whose runs of bytes are
     at least this long are not gathered into slots but read in place: one copy instead of two."""
@@ -90,6 +93,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("slots", 4096),
             ("slot_bytes", 1 << 30),
             ("lend_chunk", 1 << 30),
+            ("put_window", 1 << 40),
             ("max_streams", 1 << 24),
         ):
             if getattr(self, field) > limit:
@@ -97,6 +101,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
         for field in ("lend_bytes", "get_lend_bytes"):
             if getattr(self, field) < 64:
                 raise ConfigError(field, f"must be at least 64, is {getattr(self, field)}")
+        if self.put_window < 64 << 10:
+            raise ConfigError("put_window", f"must be at least {64 << 10}, is {self.put_window}")
         if self.stall_timeout < 2 * self.beat_interval:
             raise ConfigError(
                 "stall_timeout",

@@ -165,8 +165,15 @@ class Copies:
         future = connection.publish(command.slot, data.size)
         if future.done():
             self._published(command, checksum, future)
-        else:
-            future.add_done_callback(lambda done: self._published(command, checksum, done))
+            return
+        slot = connection, command.slot
+        session.publishing[slot] = None
+
+        def published(done: asyncio.Future[int]) -> None:
+            session.publishing.pop(slot, None)
+            self._published(command, checksum, done)
+
+        future.add_done_callback(published)
 
     def _published(self, command: Stage, checksum: int, future: asyncio.Future[int]) -> None:
         error = _failure(future)

@@ -127,7 +127,7 @@ class Runtime:
         )
         transport = self._transport
         if transport is None:
-            transport = _ucx_transport(self._data_interface, self._lanes, StagingBudget(config.staging_limit))
+            transport = _ucx_transport(self._data_interface, self._lanes, config)
             stack.push_async_callback(transport.aclose)
         transport.expose(streams.slabs)
         links = Links(
@@ -388,8 +388,9 @@ def _lanes(lanes: object, *, local: bool) -> tuple[Lane, ...]:
     return tuple(found)
 
 
-def _ucx_transport(interface: str | None, lanes: tuple[Lane, ...], budget: StagingBudget) -> Transport:
+def _ucx_transport(interface: str | None, lanes: tuple[Lane, ...], config: RuntimeConfig) -> Transport:
     # Imported late: a process that brings its own transport needs no ucxx.
     from kvstream.transport.ucx import UcxTransport
 
-    return UcxTransport(interface=interface, budget=budget, lanes=lanes)
+    budget = StagingBudget(config.staging_limit)
+    return UcxTransport(interface=interface, budget=budget, lanes=lanes, put_window=config.put_window)

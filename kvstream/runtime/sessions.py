@@ -165,6 +165,8 @@ class SendStream(_Stream):
         self._passed = asyncio.Event()
         self.lent: dict[tuple[Connection, int], int] = {}
         """What the peer may be reading in place: generation by connection and slot."""
+        self.publishing: dict[tuple[Connection, int], None] = {}
+        """Slots on their way to the peer."""
 
     async def __aenter__(self) -> Self:
         self._enter()

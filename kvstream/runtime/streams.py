@@ -270,6 +270,8 @@ class Streams:
             for (connection, slot), generation in session.lent.items():
                 connection.recall(slot, generation)
             session.lent.clear()
+            for connection, slot in session.publishing:
+                connection.withdraw(slot)
         session.on_ended(command)
         self._load_changed()
         self._pumped.set()

@@ -206,6 +206,11 @@ class Connection(ABC):
         done on return where nothing has to be awaited. Cancelling the future does not stop bytes; only fence does.
         """
 
+    def withdraw(self, slot: int) -> None:
+        """Source: nobody will take what is being published in this slot. What is not under way need not go; its
+        publish ends as it would, or with Cancelled, when the slot is no longer used."""
+        return
+
     def lend(self, slot: int, lent: Lent) -> int:
         """Source, where `lends`: publish runs of its own memory by way of a slot; the generation. At most `lent_runs`
         of them, on the lane `get` within memory that was exposed (`Transport.expose`), else ValueError. The memory has

@@ -23,13 +23,14 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
-from kvstream.errors import ConfigError, Corrupted, KVStreamError, PeerLost, ProtocolError, Recalled, Refused
+from kvstream.errors import Cancelled, ConfigError, Corrupted, KVStreamError, PeerLost, ProtocolError, Recalled, Refused
 from kvstream.log import get_logger
 from kvstream.transport import _ucp
 from kvstream.transport._host import Interface, PeerMemory, has_rdma, host_id, read_process, resolve_interface
 from kvstream.transport._loans import MAX_KEY_BYTES, MAX_KEYS_BYTES, Exports, KeyedSlab, Loan, Reads, Shelf, plan
 from kvstream.transport._mailbox import Mailbox
 from kvstream.transport._probe import LaneReport, probe_lanes
+from kvstream.transport._puts import WITHDRAWN, Puts
 from kvstream.transport._slots import HEADER, NONCE_BYTES, MemoryFile, Slots, allocate, area_bytes, map_peer
 from kvstream.transport._warmup import converse
 from kvstream.transport._worker import Endpoint, Region, UcpWorker
@@ -51,6 +52,9 @@ __all__ = ["LaneReport", "UcxConnection", "UcxTransport", "probe_lanes"]
 
 _BACKLOG = 4096
 """Control messages that may be unsent, and received but undelivered, on one connection."""
+
+PUT_WINDOW = 4 << 20
+"""Bytes of puts that are handed to UCX at a time on one connection."""
 
 _WARM_UP_SECONDS = 1.0
 """Bound on what a worker may take to connect to itself at its start. It takes 20 ms, or 80 ms where `get` matters."""
@@ -126,6 +130,7 @@ class UcxConnection(Connection):
         self._loop = endpoint.worker.loop
         self._endpoint = endpoint
         self._reads = reads  # on the worker that may use every transport
+        self._puts = Puts(endpoint, owner.put_window)
         self._mailbox = Mailbox(self._loop, _BACKLOG)
         self._unsent = 0
         self._carriers = ""
@@ -413,30 +418,28 @@ class UcxConnection(Connection):
             return future
         self._pending.add(future)
         self._moving.add(slot)
-        failed: list[int] = []
 
-        def written(status: int) -> None:
-            if status != _ucp.OK:
-                failed.append(status)
-
-        def flushed(status: int) -> None:
+        def ended(status: int) -> None:
             self._moving.discard(slot)
             self._pending.discard(future)
-            if status == _ucp.OK and not failed:
+            if status == _ucp.OK:
                 _resolve(future, generation)
+            elif status == WITHDRAWN:
+                _fail_quietly(future, Cancelled(f"{self.peer_address}: slot {slot} was withdrawn"))
             else:
-                reason = self._owner.words(failed[0] if failed else status)
+                reason = self._owner.words(status)
                 _fail_quietly(future, PeerLost(f"{self.peer_address}: {reason}"))
                 self._failed(reason)
 
         offset = own.offset(slot)
-        # Header and bytes in one operation, the header first: who still reads the old content sees it change in time.
-        self._endpoint.put(
-            own.address + offset, HEADER + nbytes, self._remote_address + offset, self._remote_rkey, written
+        # Header and bytes in one transfer, the header first: who still reads the old content sees it change in time.
+        self._puts.put(
+            slot, own.address + offset, HEADER + nbytes, self._remote_address + offset, self._remote_rkey, ended
         )
-        if not self.lost:
-            self._endpoint.flush(flushed)
         return future
+
+    def withdraw(self, slot: int) -> None:
+        self._puts.withdraw(slot)
 
     def lend(self, slot: int, lent: Lent) -> int:
         own = self._own_slot(slot)
@@ -717,8 +720,8 @@ class UcxTransport(Transport):
 
     `interface`: None for loopback only, an interface's name, one of the host's IPv4 addresses, or "all".
     `lanes`: those the runtime will ever allow. `port`, `get_port`: 0 takes any. `options`: UCX's, without prefix, added
-    to both workers' contexts. `host_id`, `entropy` (random bytes) and `fence_timeout` (seconds after which memory that
-    is not fenced counts as quarantined) are for tests.
+    to both workers' contexts. `put_window`: see RuntimeConfig. `host_id`, `entropy` (random bytes) and `fence_timeout`
+    (seconds after which memory that is not fenced counts as quarantined) are for tests.
     """
 
     name = "ucx"
@@ -735,8 +738,10 @@ class UcxTransport(Transport):
         host_id: str | None = None,
         entropy: Callable[[int], bytes] = os.urandom,
         fence_timeout: float = 2.0,
+        put_window: int = PUT_WINDOW,
     ) -> None:
         self.budget = budget
+        self.put_window = put_window
         self.entropy = entropy
         self.fence_timeout = fence_timeout
         self.host_id = host_id or ""

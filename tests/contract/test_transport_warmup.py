@@ -139,9 +139,9 @@ async def test_a_worker_that_cannot_be_warmed_up_starts(hangs: bool, monkeypatch
 async def test_a_transport_closed_while_it_starts_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     entered = asyncio.Event()
 
-    async def note(*arguments: UcpWorker) -> None:
+    async def note(dialer: UcpWorker, listener: UcpWorker, host: str) -> None:
         entered.set()
-        await converse(*arguments)  # pyright: ignore[reportCallIssue]
+        await converse(dialer, listener, host)
 
     monkeypatch.setattr(ucx, "converse", note)
     starting = transport("get")
@@ -159,9 +159,9 @@ async def test_a_cancelled_start_can_be_closed(monkeypatch: pytest.MonkeyPatch) 
     before = len(os.listdir("/proc/self/fd"))
     entered = asyncio.Event()
 
-    async def note(*arguments: UcpWorker) -> None:
+    async def note(dialer: UcpWorker, listener: UcpWorker, host: str) -> None:
         entered.set()
-        await converse(*arguments)  # pyright: ignore[reportCallIssue]
+        await converse(dialer, listener, host)
 
     monkeypatch.setattr(ucx, "converse", note)
     starting = transport("get")
