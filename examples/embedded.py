@@ -42,6 +42,7 @@ async def prefill() -> None:
             tx.layer_ready(layer)
 
     async with kvstream.Runtime("prefill-0", roles={"prefill"}, pool=pool) as rt:
+        await rt.registry.wait_for("decode-0", timeout=30)  # it starts at the same time
         async with rt.send("request-1", blocks=blocks, tokens=TOKENS, to="decode-0", deadline=30) as tx:
             await asyncio.to_thread(compute, tx)
             report = await tx.done(payload={"first_token": 42, "checksum": checksum(pool, blocks)})

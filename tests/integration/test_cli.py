@@ -417,7 +417,7 @@ def test_doctor_for_people(run: Run, environ: Environ) -> None:
     (get,) = (line for line in lines if "lane get" in line)
     assert get.startswith("warn  lane get ")
     assert any("`kvstream server`" in line for line in lines)
-    assert re.match(r"20 checks in \d\.\d s: \d+ ok, \d+ to look at, 0 failed", lines[-1])
+    assert re.match(r"20 checks in \d+\.\d s: \d+ ok, \d+ to look at, 0 failed", lines[-1])
 
 
 @pytest.fixture

@@ -352,6 +352,8 @@ class Users:
 
     async def on_offer(self, offer: Offer) -> None:
         pool = self.runtime.pool
+        for _ in range(3):  # time in which the offer may be taken back
+            await asyncio.sleep(0)
         try:
             blocks = pool.acquire(pool.layout.blocks_for(offer.tokens))
         except Refused as error:
