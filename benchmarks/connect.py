@@ -32,6 +32,7 @@ from kvstream import KVLayout, KVPool, Runtime, RuntimeConfig
 from kvstream.discovery import EmbeddedServer, MemoryBrokerServer
 from kvstream.transport import _ucp
 from kvstream.transport._worker import UcpWorker
+from kvstream.transport.base import Slab
 
 PEERS = 200
 KNOWN = (1, 10, 50, 200)
@@ -227,11 +228,11 @@ async def _cycles(count: int) -> dict[str, Any]:
     times: list[float] = []
     registering: list[float] = []
     try:
-        worker.register(memory).unregister()
+        worker.register(Slab.of(memory)).unregister()
         before = _Cost.now()
         for _ in range(count):
             start = time.perf_counter()
-            region = worker.register(memory)
+            region = worker.register(Slab.of(memory))
             registering.append(time.perf_counter() - start)
             region.unregister()
             times.append(time.perf_counter() - start)

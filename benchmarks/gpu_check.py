@@ -44,7 +44,7 @@ from kvstream.memory.kernels import Plan, source
 from kvstream.transport import _ucp
 from kvstream.transport._host import read_process
 from kvstream.transport._worker import Endpoint, UcpWorker
-from kvstream.transport.base import LANES, Lane
+from kvstream.transport.base import LANES, Lane, Slab
 
 KiB, MiB = 1 << 10, 1 << 20
 BLOCK_SIZES = (4 * KiB, 16 * KiB, 64 * KiB, 256 * KiB, 1 * MiB)
@@ -614,7 +614,7 @@ async def _get_stream(on_gpu: bool, options: str, blocks: int, block_bytes: int)
             lost: list[str] = []
             endpoint.on_failure = lost.append
             await _final(endpoint.flush, lost)
-            region = worker.register(side.staging)
+            region = worker.register(Slab.of(side.staging))
             rkey = endpoint.unpack_rkey(packed)
             get = functools.partial(_get, endpoint, side.staging.ctypes.data, remote, rkey, lost)
             seconds: list[float] = []
@@ -686,9 +686,10 @@ async def _serve_staging(conn: Connection, on_gpu: bool, options: str, blocks: i
     chunks = tables(blocks, block_bytes, seed=21)
     worker = UcpWorker(_ucp.load(), asyncio.get_running_loop(), dict(UCX_OPTIONS[options]))
     try:
-        region = worker.register(side.staging)
-        port = worker.listen("127.0.0.1", 0, lambda _: None)
-        conn.send((port, region.address, region.rkey))
+        region = worker.register(Slab.of(side.staging))
+        worker.on_endpoint = lambda _: None
+        worker.listen("127.0.0.1", 0)
+        conn.send((worker.port, region.address, region.rkey))
         while True:
             await _until_readable(conn)
             conn.recv()

@@ -51,7 +51,7 @@ class _Side:
 
     def register(self, buffer: np.ndarray) -> bytes:
         """Register the buffer; the key for the peer."""
-        status, memory = self.ucp.map_memory(self.context, buffer.ctypes.data, buffer.nbytes)
+        status, memory = self.ucp.map_memory(self.context, buffer.ctypes.data, buffer.nbytes, remote_write=True)
         self.check(status)
         status, key = self.ucp.pack_rkey(self.context, memory)
         self.check(status)

@@ -72,6 +72,11 @@ class Slab(NamedTuple):
     nbytes: int
     owner: object
 
+    @classmethod
+    def of(cls, memory: ByteView) -> Slab:
+        """The memory of an array."""
+        return cls(int(memory.ctypes.data), memory.nbytes, memory)
+
 
 @dataclass(frozen=True, slots=True)
 class Lent:

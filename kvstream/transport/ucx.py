@@ -247,7 +247,7 @@ class UcxConnection(Connection):
         own.stamp(0, 0)
         rkey = b""
         if "get" in lanes:
-            self._region = self._endpoint.worker.register(_slab(file.memory))
+            self._region = self._endpoint.worker.register(Slab.of(file.memory))
             rkey = self._region.rkey
         lends = "get" in lanes and _ORDERED and slot_bytes > MAX_KEYS_BYTES and self._owner.exports() is not None
         self._offered = _Offer(
@@ -355,7 +355,7 @@ class UcxConnection(Connection):
 
     def _own_slots(self, offer: _Offer, *, writable: bool = False) -> Region:
         memory = allocate(area_bytes(offer.slots, offer.slot_bytes))
-        region = self._region = self._endpoint.worker.register(_slab(memory), writable=writable)
+        region = self._region = self._endpoint.worker.register(Slab.of(memory), writable=writable)
         self._own = Slots(memory, offer.slots, offer.slot_bytes, offer.nonce)
         return region
 
@@ -971,10 +971,6 @@ class UcxTransport(Transport):
         if self._closed or self._on_connection is None:
             return  # aclose fences it
         self._on_connection(connection)
-
-
-def _slab(memory: ByteView) -> Slab:
-    return Slab(int(memory.ctypes.data), memory.nbytes, memory)
 
 
 class _LaneImpossible(Exception):
