@@ -251,6 +251,7 @@ class Runtime:
         to: str | Sequence[str] | None = None,
         deadline: float | None = None,
         priority: int = 0,
+        share_class: str = "",
         metadata: Any = None,
         growing: bool = False,
     ) -> SendStream:
@@ -259,7 +260,12 @@ class Runtime:
         `blocks` is the block table of the prompt's `tokens` in the pool (with `growing=True` it may be short and is
         completed by `tx.extend`). `to` names a worker, or several that are tried in order, or None for the least loaded
         decode worker. `deadline` is in seconds from now (default: config.deadline), `metadata` goes to the
-        destination's offer handler. Raises ConfigError at once for bad values; entering it raises UnknownWorker or
+        destination's offer handler.
+
+        While more is ready than can be moved, classes (`share_class`: a tenant, a kind of work) get bytes in proportion
+        to config.share_weights; within a class short streams and long ones take turns, and of a kind the earliest
+        deadline goes first, each unit of `priority` (-1000 to 1000) counting as config.priority_step seconds. Both
+        sides order alike. Raises ConfigError at once for bad values; entering it raises UnknownWorker or
         Refused.
         """
         streams = self._streams
@@ -274,6 +280,7 @@ class Runtime:
             route=lambda: self._route(candidates, len(ids)),
             deadline=self.config.deadline if deadline is None else seconds("deadline", deadline),
             priority=whole("priority", priority, -wire.MAX_PRIORITY, wire.MAX_PRIORITY),
+            share=text("share_class", share_class, wire.MAX_SHARE) if share_class != "" else "",
             metadata=wire.encode_metadata(metadata),
         )
 

@@ -47,7 +47,10 @@ class Streams:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._log = get_logger("streams")
-        self.core = Scheduler(config, layers=pool.layout.layers, block_tokens=pool.layout.block_tokens)
+        layout = pool.layout
+        self.core = Scheduler(
+            config, layers=layout.layers, block_tokens=layout.block_tokens, block_bytes=layout.block_bytes
+        )
         self.driver = Driver(self.core, self, self._loop)
         self._sessions: dict[int, SendStream | ReceiveStream] = {}
         self._written = np.zeros(pool.blocks, bool)
@@ -94,7 +97,14 @@ class Streams:
         return ids[:needed]
 
     def open_send(
-        self, session: SendStream, candidates: Sequence[str], *, deadline: float, priority: int, metadata: bytes
+        self,
+        session: SendStream,
+        candidates: Sequence[str],
+        *,
+        deadline: float,
+        priority: int,
+        share: str,
+        metadata: bytes,
     ) -> None:
         session.key = self.core.send(
             self.driver.now(),
@@ -104,6 +114,7 @@ class Streams:
             candidates=candidates,
             deadline=deadline,
             priority=priority,
+            share=share,
             metadata=metadata,
         )
         self._sessions[session.key] = session

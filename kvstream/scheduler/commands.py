@@ -68,8 +68,9 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class Move:
     """Destination: bring the chunk's bytes into the blocks [first, first+count) of the stream's table, in `layers`
-    layers from `layer` on; then `moved` or `move_failed`. If the stream has ended in the meantime its memory must not
-    be touched, but the report is due all the same."""
+    layers from `layer` on. Report `moving` when it is begun; then `moved` or `move_failed`. If the stream has ended in
+    the meantime its memory must not be touched, but the reports are due all the same. `num` is the stream's number on
+    its link."""
 
     link: int
     stream: int
@@ -83,6 +84,7 @@ class Move:
     checksum: int
     order: tuple[float, int, int]
     layers: int = 1
+    num: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Offered:
     priority: int
     deadline: float | None
     metadata: bytes
+    share: str = ""
 
 
 @dataclass(frozen=True, slots=True)

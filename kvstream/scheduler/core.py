@@ -29,11 +29,12 @@ __all__ = ["Counters", "Scheduler"]
 
 
 class Scheduler:
-    """One runtime's streams. `layers` and `block_tokens` are those of its layout; all peers on links share them."""
+    """One runtime's streams. `layers`, `block_tokens` and `block_bytes` (of a block of one layer) are those of its
+    layout; all peers on links share them."""
 
-    def __init__(self, config: RuntimeConfig, *, layers: int, block_tokens: int) -> None:
+    def __init__(self, config: RuntimeConfig, *, layers: int, block_tokens: int, block_bytes: int = 1) -> None:
         self._config = config
-        self._shared = Shared(config, layers, block_tokens)
+        self._shared = Shared(config, layers, block_tokens, block_bytes)
         self._source = Source(self._shared)
         self._destination = Destination(self._shared)
         self._patience = math.ceil(config.stall_timeout / config.beat_interval)
@@ -84,9 +85,11 @@ class Scheduler:
         candidates: Sequence[str],
         deadline: float,
         priority: int = 0,
+        share: str = "",
         metadata: bytes = b"",
     ) -> int:
-        """A new stream to the first of `candidates` that takes it. `held` block ids are known so far. Returns a key.
+        """A new stream to the first of `candidates` that takes it. `held` block ids are known so far; `share` is the
+        class whose share of the work it uses. Returns a key.
 
         Raises ConfigError, Refused when there are too many streams, Cancelled after `shut`.
         """
@@ -98,6 +101,7 @@ class Scheduler:
             candidates=candidates,
             deadline=deadline,
             priority=priority,
+            share=share,
             metadata=metadata,
         )
 
@@ -173,7 +177,8 @@ class Scheduler:
     ) -> None:
         """A connection is established. `slot_blocks`: how many blocks of one layer fit into a slot; `group_blocks`: up
         to how many blocks in all layers that are ready together share a chunk."""
-        link = Link(link_id, peer, outgoing, slots, slot_blocks, group_blocks)
+        stream_slots = math.ceil(slots * self._config.stream_share)
+        link = Link(link_id, peer, outgoing, slots, slot_blocks, group_blocks, stream_slots)
         self._shared.links[link_id] = link
         if outgoing:
             self._shared.timers.arm(now + self._config.idle_timeout, Timer.IDLE, link_id)
@@ -233,10 +238,8 @@ class Scheduler:
     # ------------------------------------------------------------------ reports on commands
 
     def staging(self, command: Stage) -> None:
-        """A Stage is about to be performed: the next one may be given."""
-        link = self._shared.links.get(command.link)
-        if link is not None:
-            self._source.staging(link)
+        """A Stage is about to be performed, or dropped with its link: the next one may be given."""
+        self._source.staging()
 
     def staged(self, now: float, command: Stage, generation: int, checksum: int = 0) -> None:
         """A Stage was performed; the chunk can be announced under this generation, with its checksum if it has one."""
@@ -250,6 +253,10 @@ class Scheduler:
         link = self._shared.links.get(command.link)
         if link is not None and not isinstance(error, PeerLost):
             self._source.stage_failed(link, command, error)
+
+    def moving(self, command: Move) -> None:
+        """A Move is about to be performed, or dropped with its link: the next one may be given."""
+        self._destination.begun()
 
     def moved(self, now: float, command: Move) -> None:
         """A Move was performed and its bytes are valid, or its stream has ended and nothing was touched."""

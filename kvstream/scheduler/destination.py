@@ -23,12 +23,13 @@ from kvstream.errors import (
     from_code,
 )
 from kvstream.scheduler.commands import Accepted, Arrived, Ended, Move, Offered, Withdrawn
-from kvstream.scheduler.inbound import Inbound, Phase
+from kvstream.scheduler.inbound import DestinationTurn, Inbound, Phase
 from kvstream.scheduler.links import Ending, Link
 from kvstream.scheduler.offers import Offers, PendingOffer
 from kvstream.scheduler.outbound import first_block
 from kvstream.scheduler.shared import Shared, about, text_of
 from kvstream.scheduler.timers import Timer
+from kvstream.scheduler.turns import Turns
 
 __all__ = ["Destination"]
 
@@ -40,6 +41,11 @@ class Destination:
         self._names: dict[str, Inbound] = {}
         self._offers = Offers()
         self._handler = False
+        self._turns = Turns[DestinationTurn](shared.config.share_weights)
+        self._unbegun = False
+        """Whether a Move waits to be begun. One at a time: who is next is decided at the last moment."""
+        self._reading = 0
+        """Moves under way, over all links."""
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -133,23 +139,72 @@ class Destination:
     # ------------------------------------------------------------------ links
 
     def link_lost(self, link: Link, error: KVStreamError) -> None:
+        self._turns.forget(link.id)
+        self._reading -= link.reading
         for offer in list(link.offers.values()):
             self._withdraw(offer, error)
         for stream in list(link.inbound.values()):
             self._end(stream, about(error, stream.name))
+        self._move()
 
     # ------------------------------------------------------------------ reports on Move
 
-    def moved(self, now: float, link: Link, command: Move) -> None:
-        link.moving -= 1
+    def begun(self) -> None:
+        """The Move that was given last is being performed."""
+        self._unbegun = False
+        self._move()
+
+    def _move(self) -> None:
+        """Have the next announced chunk brought in, if there is one and room for it."""
+        if self._unbegun or self._reading >= self._shared.config.moves:
+            return
+        while (turn := self._turns.pop()) is not None:
+            stream, link, frame = turn.stream, turn.link, turn.frame
+            if link.dropping:
+                continue
+            self._unbegun = True
+            self._reading += 1
+            link.reading += 1
+            stream.reading += 1
+            self._turns.charge(turn, frame.count * frame.layers)
+            self._shared.commands.append(
+                Move(
+                    link.id,
+                    stream.key,
+                    stream.epoch,
+                    frame.chunk,
+                    frame.layer,
+                    frame.first,
+                    frame.count,
+                    frame.slot,
+                    frame.generation,
+                    frame.checksum,
+                    turn.order,
+                    frame.layers,
+                    stream.num,
+                )
+            )
+            return
+
+    def _reported(self, link: Link, command: Move) -> Inbound | None:
+        """A Move is over, one way or the other. Its stream, unless that has ended meanwhile."""
+        self._reading -= 1
+        link.reading -= 1
+        link.announced -= 1
+        self._turns.room(link.id)
         stream = self._streams.get(command.stream)
         if stream is None:
             self._late_move(link, command)
-            return
-        for layer in stream.moved(command.chunk):
-            self._shared.commands.append(Arrived(stream.key, layer))
-        if not self._decide(now, link, stream):
-            self._confirm(link, stream)
+        return stream
+
+    def moved(self, now: float, link: Link, command: Move) -> None:
+        stream = self._reported(link, command)
+        if stream is not None:
+            for layer in stream.moved(command.chunk):
+                self._shared.commands.append(Arrived(stream.key, layer))
+            if not self._decide(now, link, stream):
+                self._confirm(link, stream)
+        self._move()
 
     def _confirm(self, link: Link, stream: Inbound) -> None:
         """Give slots back: at once when no read of the stream is under way that would do it later, else in halves of
@@ -160,31 +215,29 @@ class Destination:
             self._shared.transmit(link, wire.Confirm(stream.num, stream.epoch, stream.confirmed))
 
     def move_failed(self, now: float, link: Link, command: Move, error: KVStreamError) -> None:
-        link.moving -= 1
-        stream = self._streams.get(command.stream)
-        if stream is None:
-            self._late_move(link, command)
-            return
-        del stream.moving[command.chunk]
-        if isinstance(error, Recalled):
-            # The stream has ended at its source, which has said so before this read: its End is on the way.
-            stream.recalled = error
-            expires = min(stream.expires, now + self._shared.config.end_wait)
-            self._shared.timers.arm(expires, Timer.INBOUND, stream.key)
-        else:
-            self._end(stream, about(error, stream.name))
+        stream = self._reported(link, command)
+        if stream is not None:
+            del stream.moving[command.chunk]
+            stream.reading -= 1
+            if isinstance(error, Recalled):
+                # The stream has ended at its source, which has said so before this read: its End is on the way.
+                stream.recalled = error
+                expires = min(stream.expires, now + self._shared.config.end_wait)
+                self._shared.timers.arm(expires, Timer.INBOUND, stream.key)
+            else:
+                self._end(stream, about(error, stream.name))
+        self._move()
 
     def _late_move(self, link: Link, command: Move) -> None:
         """A read for a stream that ended meanwhile: after the last one the source may hear the end."""
-        for num, ending in link.ending.items():
-            if ending.stream == command.stream and ending.last_word is not None:
-                ending.moving -= 1
-                if ending.moving == 0:
-                    last, ending.last_word = ending.last_word, None
-                    self._shared.transmit(link, last)
-                    if last.answer:
-                        del link.ending[num]
-                return
+        ending = link.ending.get(command.num)
+        if ending is not None and ending.stream == command.stream and ending.last_word is not None:
+            ending.moving -= 1
+            if ending.moving == 0:
+                last, ending.last_word = ending.last_word, None
+                self._shared.transmit(link, last)
+                if last.answer:
+                    del link.ending[command.num]
 
     # ------------------------------------------------------------------ frames
 
@@ -220,26 +273,12 @@ class Destination:
             return
         if frame.slot >= link.slots:
             raise ProtocolError(f"stream {stream.name}: a chunk in slot {frame.slot} of {link.slots}")
-        if link.moving == link.slots:
+        if link.announced == link.slots:
             raise ProtocolError(f"more chunks announced and not confirmed than there are slots ({link.slots})")
         stream.ready(frame)
-        link.moving += 1
-        self._shared.commands.append(
-            Move(
-                link.id,
-                stream.key,
-                stream.epoch,
-                frame.chunk,
-                frame.layer,
-                frame.first,
-                frame.count,
-                frame.slot,
-                frame.generation,
-                frame.checksum,
-                (stream.expires, stream.age, frame.chunk),
-                frame.layers,
-            )
-        )
+        link.announced += 1
+        self._turns.push(DestinationTurn(stream, link, frame, self._shared.config.peer_moves))
+        self._move()
 
     def on_end(self, now: float, link: Link, frame: wire.End) -> None:
         ending = link.ending.get(frame.num)
@@ -316,6 +355,8 @@ class Destination:
         if offer.stream_expires < stream.expires:
             stream.expires = offer.stream_expires
             shared.timers.arm(stream.expires, Timer.INBOUND, stream.key)
+        stream.due = shared.due(now, stream.expires, offer.frame.priority)
+        stream.group = offer.frame.share, shared.is_short((stream.blocks - stream.first_block) * stream.layers)
         link.inbound[stream.num] = stream
         shared.commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch))
         first_token = min(stream.tokens, stream.first_block * shared.block_tokens)
@@ -351,7 +392,9 @@ class Destination:
         if link is not None:
             error.valid_layers = stream.valid_layers
             last = wire.End(stream.num, stream.epoch, error.code, text_of(error), answer=answer)
-            moving = len(stream.moving)
+            # What was announced and is not being read never will be.
+            moving = stream.reading
+            link.announced -= len(stream.moving) - moving
             if moving or not answer:
                 ending = Ending(stream.key, stream.epoch, link.beats, moving=moving)
                 ending.last_word = last if moving else None
@@ -412,6 +455,7 @@ class Destination:
                 frame.priority,
                 frame.deadline,
                 frame.metadata,
+                frame.share,
             )
         )
 

@@ -1,6 +1,6 @@
 """The asyncio pump of the scheduler core: it feeds the core events and time, and has its commands performed.
 
-It owns the order of bulk work (one slot's gather or scatter per turn of the loop, the most urgent first) and the one
+It owns the pace of bulk work (one slot's gather or scatter per turn of the loop, the more urgent first) and the one
 timer. It decides nothing about streams, and it must be used from the event loop's thread only.
 """
 
@@ -158,7 +158,9 @@ class Driver:
             self.core.staging(command)
             self._effects.stage(command)
         else:
+            self.core.moving(command)
             self._effects.move(command)
+        self.pump()
 
     def _rearm(self) -> None:
         due = self.core.next_timer()

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstream.errors import ProtocolError, Recalled
+from kvstream.scheduler.fairness import Group, Order
 from kvstream.wire import End, Ready
 
 if TYPE_CHECKING:
     from kvstream.scheduler.links import Link
 
-__all__ = ["Inbound", "Phase"]
+__all__ = ["DestinationTurn", "Inbound", "Phase"]
 
 
 class Phase(enum.Enum):
@@ -31,6 +32,34 @@ class Phase(enum.Enum):
 
 
 @dataclass(slots=True)
+class DestinationTurn:
+    """An announced chunk's wait for its Move. `limit`: how many may be under way on the link."""
+
+    stream: Inbound
+    link: Link
+    frame: Ready
+    limit: int
+
+    @property
+    def link_id(self) -> int:
+        return self.link.id
+
+    @property
+    def group(self) -> Group:
+        return self.stream.group
+
+    @property
+    def order(self) -> Order:
+        return self.stream.due, self.stream.age, self.frame.chunk
+
+    def alive(self) -> bool:
+        return self.stream.phase is Phase.STREAMING
+
+    def open(self) -> bool:
+        return self.link.reading < self.limit
+
+
+@dataclass(slots=True)
 class Inbound:
     key: int
     name: str
@@ -40,6 +69,9 @@ class Inbound:
     layers: int
     expires: float
     age: int
+    due: float = 0.0
+    """What it is ordered by, within its group; both are set once there is an offer."""
+    group: Group = ("", False)
     phase: Phase = Phase.WAITING
     epoch: int = 0
     peer: str | None = None
@@ -47,6 +79,9 @@ class Inbound:
     num: int = 0
     chunks: int = 0
     moving: dict[int, Ready] = field(default_factory=dict[int, Ready])
+    """Chunks that are announced and not in place."""
+    reading: int = 0
+    """How many of them have a Move under way."""
     in_place: set[int] = field(default_factory=set[int])
     confirmed: int = 0
     """The first so many chunks are in place."""
@@ -86,6 +121,7 @@ class Inbound:
     def moved(self, chunk: int) -> list[int]:
         """A chunk is in place. Returns the layers that it made whole."""
         frame = self.moving.pop(chunk)
+        self.reading -= 1
         self.in_place.add(chunk)
         while self.confirmed in self.in_place:
             self.in_place.remove(self.confirmed)

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstream.errors import ConfigError
+from kvstream.scheduler.fairness import Group, Order
 from kvstream.wire import Ready
 
 if TYPE_CHECKING:
     from kvstream.scheduler.links import Link
 
-__all__ = ["Outbound", "Phase", "Piece", "first_block"]
+__all__ = ["Outbound", "Phase", "Piece", "SourceTurn", "first_block"]
 
 
 def first_block(first_token: int, tokens: int, block_tokens: int) -> int:
@@ -48,6 +49,32 @@ class Piece:
 
 
 @dataclass(slots=True)
+class SourceTurn:
+    """A stream's wait for a slot, in one epoch."""
+
+    stream: Outbound
+    link: Link
+
+    @property
+    def link_id(self) -> int:
+        return self.link.id
+
+    @property
+    def group(self) -> Group:
+        return self.stream.group
+
+    @property
+    def order(self) -> Order:
+        return self.stream.due, self.stream.age, self.stream.chunks
+
+    def alive(self) -> bool:
+        return self.stream.turn is self
+
+    def open(self) -> bool:
+        return bool(self.link.free)
+
+
+@dataclass(slots=True)
 class Outbound:
     """`blocks` counts KV blocks of the whole prompt, `held` those of them whose ids the caller has given so far."""
 
@@ -60,6 +87,9 @@ class Outbound:
     block_tokens: int
     candidates: list[str]
     expires: float
+    due: float
+    """What it is ordered by, within its group."""
+    group: Group
     priority: int
     metadata: bytes
     age: int
@@ -71,7 +101,8 @@ class Outbound:
     first_block: int = 0
     watermark: list[int] = field(default_factory=list[int])
     pending: deque[Piece] = field(default_factory=deque[Piece])
-    queued: bool = False
+    turn: SourceTurn | None = None
+    """Its place among those who wait for a slot."""
     chunks: int = 0
     announced: int = 0
     confirmed: int = 0
@@ -81,11 +112,6 @@ class Outbound:
 
     def __post_init__(self) -> None:
         self.watermark = [0] * self.layers
-
-    @property
-    def urgency(self) -> float:
-        """Sort key before age: the deadline, so that the earliest goes first."""
-        return self.expires
 
     def advance(self, layer: int, start: int, stop: int) -> None:
         """Tokens [start, stop) of a layer are computed. Ranges come in order and may repeat what was said before.
@@ -138,7 +164,7 @@ class Outbound:
         self.link = None
         self.num = 0
         self.phase = Phase.CONNECTING
-        self.queued = False
+        self.turn = None
         self.pending.clear()
         self.staged.clear()
         self.in_flight.clear()
@@ -188,6 +214,11 @@ class Outbound:
         while self.in_flight and self.in_flight[0][0] < chunks:
             slots.append(self.in_flight.popleft()[1])
         return slots
+
+    @property
+    def holding(self) -> int:
+        """How many slots the stream holds in this epoch."""
+        return self.chunks - self.confirmed
 
     @property
     def drained(self) -> bool:

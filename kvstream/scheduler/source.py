@@ -21,9 +21,10 @@ from kvstream.errors import (
 )
 from kvstream.scheduler.commands import Accepted, Dial, Ended, Stage
 from kvstream.scheduler.links import Ending, Link
-from kvstream.scheduler.outbound import Outbound, Phase
+from kvstream.scheduler.outbound import Outbound, Phase, SourceTurn
 from kvstream.scheduler.shared import Shared, about, text_of
 from kvstream.scheduler.timers import Timer
+from kvstream.scheduler.turns import Turns
 
 __all__ = ["Source"]
 
@@ -35,6 +36,10 @@ class Source:
         self._names: set[str] = set()
         self._outgoing: dict[str, Link] = {}
         self._connecting: dict[str, list[int]] = {}
+        self._turns = Turns[SourceTurn](shared.config.share_weights)
+        self._uncut = True
+        """Whether no Stage waits to be begun. One at a time: who is next is decided at the last moment, and what is
+        ready by then can join the chunk."""
         self._unborn: dict[int, tuple[Outbound, KVStreamError]] = {}
         """Streams that ended while their peer was being connected: it may be waiting for them, so it will be told."""
 
@@ -58,25 +63,29 @@ class Source:
         candidates: Sequence[str],
         deadline: float,
         priority: int,
+        share: str,
         metadata: bytes,
     ) -> int:
         shared = self._shared
         shared.check_open()
-        _check_offer(name, tokens, candidates, deadline, priority, metadata)
+        _check_offer(name, tokens, candidates, deadline, priority, share, metadata)
         if name in self._names:
             raise ConfigError("stream", f"{name!r} is already being sent; a stream id is unique while it lives")
         if len(self._streams) >= shared.config.max_streams:
             raise Refused(f"{len(self._streams)} streams are being sent already (max_streams)", retry_after=0.1)
+        blocks = math.ceil(tokens / shared.block_tokens)
         stream = Outbound(
             key=shared.next_id(),
             name=name,
             tokens=tokens,
-            blocks=math.ceil(tokens / shared.block_tokens),
+            blocks=blocks,
             held=held,
             layers=shared.layers,
             block_tokens=shared.block_tokens,
             candidates=list(candidates),
             expires=now + deadline,
+            due=shared.due(now, now + deadline, priority),
+            group=(share, shared.is_short(blocks * shared.layers)),
             priority=priority,
             metadata=metadata,
             age=shared.next_id(),
@@ -151,6 +160,7 @@ class Source:
                 self._next_or_end(now, stream, error)
 
     def link_lost(self, now: float, link: Link, error: KVStreamError) -> None:
+        self._turns.forget(link.id)
         if self._outgoing.get(link.peer) is link:
             del self._outgoing[link.peer]
         for stream in list(link.outbound.values()):
@@ -161,9 +171,9 @@ class Source:
 
     # ------------------------------------------------------------------ reports on Stage
 
-    def staging(self, link: Link) -> None:
-        link.uncut = True
-        self._stage(link)
+    def staging(self) -> None:
+        self._uncut = True
+        self._stage()
 
     def staged(self, link: Link, command: Stage, generation: int, checksum: int) -> None:
         stream = self._staging(command)
@@ -207,7 +217,9 @@ class Source:
                 raise ProtocolError(
                     f"stream {stream.name}: {frame.chunks} chunks confirmed of {stream.announced} announced"
                 )
-            self._release(link, stream.confirm(frame.chunks))
+            slots = stream.confirm(frame.chunks)
+            self._enqueue(stream)
+            self._release(link, slots)
         elif stream.phase is not Phase.OFFERED:
             raise ProtocolError(f"stream {stream.name}: a second answer to its offer")
         elif isinstance(frame, wire.Accept):
@@ -277,9 +289,15 @@ class Source:
         stream.phase = Phase.OFFERED
         link.outbound[stream.num] = stream
         self._shared.watch(now, link)
-        remaining = min(max(0.0, stream.expires - now), wire.MAX_SECONDS)
         frame = wire.Offer(
-            stream.num, stream.epoch, stream.name, stream.tokens, remaining, stream.priority, stream.metadata
+            stream.num,
+            stream.epoch,
+            stream.name,
+            stream.tokens,
+            min(max(0.0, stream.expires - now), wire.MAX_SECONDS),
+            stream.priority,
+            stream.metadata,
+            stream.group[0],
         )
         self._shared.transmit(link, frame)
 
@@ -288,20 +306,41 @@ class Source:
         link = stream.link
         if link is None or stream.phase is not Phase.STREAMING:
             return
-        if stream.pending:
-            link.enqueue(stream)
-            self._stage(link)
+        self._enqueue(stream)
+        self._stage()
         if stream.payload is not None and stream.drained:
             stream.phase = Phase.FINISHING
             end = wire.End(stream.num, stream.epoch, "done", chunks=stream.chunks, payload=stream.payload)
             self._shared.transmit(link, end)
 
-    def _stage(self, link: Link) -> None:
-        """Give a free slot to the next chunk, of the most urgent stream."""
-        if link.uncut and link.free and not link.dropping and (stream := link.next_waiting()) is not None:
-            link.uncut = False
+    def _enqueue(self, stream: Outbound) -> None:
+        """Let a stream that has blocks ready wait for a slot, unless it does already, or holds its share of them."""
+        link = stream.link
+        if (
+            link is not None
+            and stream.phase is Phase.STREAMING
+            and stream.pending
+            and stream.turn is None
+            and stream.holding < link.stream_slots
+        ):
+            stream.turn = SourceTurn(stream, link)
+            self._turns.push(stream.turn)
+
+    def _stage(self) -> None:
+        """Give a free slot to the next chunk of whose turn it is."""
+        if not self._uncut:
+            return
+        while (turn := self._turns.pop()) is not None:
+            stream, link = turn.stream, turn.link
+            stream.turn = None
+            if link.dropping:
+                continue
+            self._uncut = False
             slot = link.free.pop()
             chunk, piece = stream.cut(link.slot_blocks, link.group_blocks)
+            count = piece.stop - piece.first
+            self._turns.charge(turn, count * piece.layers)
+            self._enqueue(stream)
             self._shared.commands.append(
                 Stage(
                     link.id,
@@ -310,17 +349,21 @@ class Source:
                     chunk,
                     piece.layer,
                     piece.first,
-                    piece.stop - piece.first,
+                    count,
                     slot,
-                    (stream.urgency, stream.age, chunk),
+                    (stream.due, stream.age, chunk),
                     piece.layers,
                 )
             )
-            link.enqueue(stream)
+            return
 
     def _release(self, link: Link, slots: Iterable[int]) -> None:
-        link.release(slots)
-        self._stage(link)
+        """Slots that neither side uses any more."""
+        before = len(link.free)
+        link.free.extend(slots)
+        if len(link.free) > before:
+            self._turns.room(link.id)
+        self._stage()
 
     def _end(self, stream: Outbound, error: KVStreamError | None, *, tell: bool) -> None:
         """The one place where a source's stream ends. With `tell` the peer hears of it, and the slots that it may read
@@ -332,6 +375,7 @@ class Source:
         if tell and error is not None and stream.phase is Phase.FINISHING and stream.peer is not None:
             error.in_doubt = (stream.peer,)
         stream.phase = Phase.ENDED
+        stream.turn = None
         shared.ended(Ended(stream.key, error, b"", stream.epoch, stream.peer, provisional=False))
         link = stream.link
         if link is None:
@@ -353,7 +397,7 @@ class Source:
 
 
 def _check_offer(
-    name: str, tokens: int, candidates: Sequence[str], deadline: float, priority: int, metadata: bytes
+    name: str, tokens: int, candidates: Sequence[str], deadline: float, priority: int, share: str, metadata: bytes
 ) -> None:
     """Raise ConfigError for what a peer would refuse to decode: that would cost the connection, not just the stream."""
     if not 0 < len(name) <= wire.MAX_STREAM_ID or name != name.encode(errors="replace").decode():
@@ -366,6 +410,8 @@ def _check_offer(
         raise ConfigError("deadline", "must be a number of seconds, is NaN")
     if abs(priority) > wire.MAX_PRIORITY:
         raise ConfigError("priority", f"must be {-wire.MAX_PRIORITY} to {wire.MAX_PRIORITY}, is {priority}")
+    if len(share) > wire.MAX_SHARE or share != share.encode(errors="replace").decode():
+        raise ConfigError("share_class", f"must be at most {wire.MAX_SHARE} characters of valid Unicode, is {share!r}")
     if len(metadata) > wire.MAX_METADATA:
         raise ConfigError("metadata", f"takes {len(metadata)} bytes, the limit is {wire.MAX_METADATA}")
 
