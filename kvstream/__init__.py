@@ -21,7 +21,7 @@ from kvstream.errors import (
 )
 from kvstream.layout import KVLayout, Shard
 from kvstream.memory import KVPool
-from kvstream.runtime.reports import StreamReport
+from kvstream.runtime.reports import RuntimeStats, StreamReport
 from kvstream.runtime.runtime import Runtime
 from kvstream.runtime.sessions import Offer, ReceiveStream, SendStream
 
@@ -43,6 +43,7 @@ __all__ = [
     "Refused",
     "Runtime",
     "RuntimeConfig",
+    "RuntimeStats",
     "SendStream",
     "Shard",
     "StreamReport",

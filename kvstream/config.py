@@ -60,6 +60,13 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     peer_moves: int = 8
     """How many of those may be of one connection."""
 
+    stall_warning: float = 1.0
+    """A peer that owes confirmations, or bytes, for this long without progress is named in a log event "credit stall";
+    and again whenever the time has doubled."""
+    quarantine_limit: int = 256 * MiB
+    """Staging memory that broken connections of one peer may keep because no fence was reached yet: beyond it there is
+    no new connection with that peer."""
+
     # -- bounds on streams
     max_streams: int = 16384
     """Live streams per runtime and direction; beyond it `send` raises Refused and offers are refused."""

@@ -31,6 +31,7 @@ from kvstream.memory import KVPool
 from kvstream.runtime.checks import instance, seconds, text, whole
 from kvstream.runtime.identity import Identity
 from kvstream.runtime.links import Links
+from kvstream.runtime.reports import RuntimeStats
 from kvstream.runtime.routing import default_candidates, named_candidates
 from kvstream.runtime.seams import Seams
 from kvstream.runtime.sessions import ReceiveStream, SendStream
@@ -84,6 +85,7 @@ class Runtime:
         self._streams_or_none: Streams | None = None
         self._registry_or_none: Registry | None = None
         self._record: WorkerRecord | None = None
+        self._staging = StagingBudget(self.config.staging_limit) if transport is None else transport.budget
         self._load_changed = asyncio.Event()
         self._log = get_logger("runtime", worker=self._identity.worker)
 
@@ -125,7 +127,7 @@ class Runtime:
         )
         transport = self._transport
         if transport is None:
-            transport = _ucx_transport(self._data_interface, self._lanes, StagingBudget(config.staging_limit))
+            transport = _ucx_transport(self._data_interface, self._lanes, self._staging)
             stack.push_async_callback(transport.aclose)
         links = Links(
             identity,
@@ -241,6 +243,28 @@ class Runtime:
     def registry(self) -> Registry:
         """The workers of the cluster: `workers()`, `lookup()`, `watch()`."""
         return self._registry
+
+    def stats(self) -> RuntimeStats:
+        """The state of this moment: live streams and what they wait for, connections, offers, staging, totals."""
+        streams, budget = self._streams, self._staging
+        core = streams.core
+        offers, tokens = core.offers_waiting
+        counters = core.counters
+        return RuntimeStats(
+            streams=tuple(core.stream_states(streams.driver.now())),
+            peers=tuple(core.peer_states()),
+            offers_waiting=offers,
+            tokens_waiting=tokens,
+            staging_used=budget.used,
+            staging_limit=budget.limit,
+            staging_quarantined=budget.quarantined,
+            quarantined=tuple(streams.links.quarantined()),
+            offers_refused=counters.offers_refused,
+            stalls=counters.stalls,
+            stale_frames=counters.stale_frames,
+            protocol_errors=counters.protocol_errors,
+            ended=tuple(counters.ended.items()),
+        )
 
     def send(
         self,

@@ -24,7 +24,7 @@ from kvstream.memory import KVPool
 from kvstream.runtime.checks import whole
 from kvstream.runtime.links import Links
 from kvstream.runtime.sessions import BlockIds, Offer, ReceiveStream, SendStream
-from kvstream.scheduler.commands import Accepted, Arrived, Ended, Move, Offered, Stage, Withdrawn
+from kvstream.scheduler.commands import Accepted, Arrived, Ended, Move, Offered, Stage, Stalled, Withdrawn
 from kvstream.scheduler.core import Scheduler
 from kvstream.scheduler.driver import Driver
 from kvstream.transport.base import ByteView, Connection, Lent
@@ -362,9 +362,11 @@ class Streams:
         connection.borrow(lent, Lent(np.array([buffer.ctypes.data], np.uint64), buffer.nbytes))
         self._unpack(command, ids, buffer)
 
-    def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended) -> None:
+    def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended | Stalled) -> None:
         if isinstance(command, Offered):
             self._offered(command)
+        elif isinstance(command, Stalled):
+            self._stalled(command)
         elif isinstance(command, Withdrawn):
             task = self._offer_tasks.get(command.offer)
             if task is not None:
@@ -397,6 +399,18 @@ class Streams:
         self._pumped.set()
 
     # ------------------------------------------------------------------ helpers
+
+    def _stalled(self, command: Stalled) -> None:
+        what = "confirmations of what we announced" if command.outgoing else "bytes that we read"
+        self._log.warning(
+            "credit stall",
+            peer=command.peer,
+            waits_for=what,
+            seconds=round(command.seconds, 3),
+            chunks=command.chunks,
+            streams=command.streams,
+            example=command.example,
+        )
 
     def _load_changed(self) -> None:
         if self._on_load_changed is not None:

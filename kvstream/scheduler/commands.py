@@ -18,6 +18,7 @@ __all__ = [
     "Move",
     "Offered",
     "Stage",
+    "Stalled",
     "Transmit",
     "Withdrawn",
 ]
@@ -141,4 +142,17 @@ class Ended:
     provisional: bool
 
 
-Command = Dial | Transmit | Drop | Stage | Move | Offered | Withdrawn | Accepted | Arrived | Ended
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """A peer has owed confirmations (`outgoing`), or reads from it have been under way, for so many seconds without any
+    progress. `chunks` are concerned, and `streams` share the link, `example` among them."""
+
+    peer: str
+    outgoing: bool
+    seconds: float
+    chunks: int
+    streams: int
+    example: str
+
+
+Command = Dial | Transmit | Drop | Stage | Move | Offered | Withdrawn | Accepted | Arrived | Ended | Stalled

@@ -18,14 +18,17 @@ from collections.abc import Sequence
 from kvstream import wire
 from kvstream.config import RuntimeConfig
 from kvstream.errors import Cancelled, Fenced, KVStreamError, PeerLost, ProtocolError, Refused
-from kvstream.scheduler.commands import Command, Move, Stage
+from kvstream.scheduler.commands import Command, Move, Stage, Stalled
 from kvstream.scheduler.destination import Destination
 from kvstream.scheduler.links import Link
 from kvstream.scheduler.shared import Counters, Shared
 from kvstream.scheduler.source import Source
+from kvstream.scheduler.stats import PeerState, StreamState
 from kvstream.scheduler.timers import Timer
 
 __all__ = ["Counters", "Scheduler"]
+
+_SILENT_BEATS = 2
 
 
 class Scheduler:
@@ -60,9 +63,37 @@ class Scheduler:
         return len(self._source) + len(self._destination)
 
     @property
+    def offers_waiting(self) -> tuple[int, int]:
+        """Offers that nobody has answered, and the tokens that they are for."""
+        return self._destination.offers_waiting
+
+    @property
     def slots_in_use(self) -> int:
         """Source slots that are not free, over all links."""
         return sum(link.slots - len(link.free) for link in self._shared.links.values() if link.outgoing)
+
+    def stream_states(self, now: float) -> list[StreamState]:
+        """Every live stream, oldest first, those that are sent before those that are received."""
+        return self._source.states(now) + self._destination.states(now)
+
+    def peer_states(self) -> list[PeerState]:
+        """Every connection."""
+        beat = self._config.beat_interval
+        return [
+            PeerState(
+                peer=link.peer,
+                direction="send" if link.outgoing else "receive",
+                streams=len(link.outbound) + len(link.inbound),
+                slots=link.slots,
+                slots_used=link.owed if link.outgoing else link.announced,
+                moves=link.reading,
+                offers=len(link.offers),
+                waiting=self._source.waits_for_slot(link) if link.outgoing else self._destination.waits_for_room(link),
+                stalled=(link.beats - link.progress) * beat if link.owed else 0.0,
+                silent=max(0, link.silent - 1) * beat if link.live else 0.0,
+            )
+            for link in self._shared.links.values()
+        ]
 
     @property
     def idle(self) -> bool:
@@ -107,7 +138,7 @@ class Scheduler:
 
     def layer_ready(self, now: float, key: int, layer: int, start: int, stop: int) -> None:
         """Tokens [start, stop) of a layer are in the source's memory. ConfigError when that can't be."""
-        self._source.layer_ready(key, layer, start, stop)
+        self._source.layer_ready(now, key, layer, start, stop)
 
     def extend(self, key: int, blocks: int) -> None:
         """The caller gave `blocks` more block ids."""
@@ -210,6 +241,8 @@ class Scheduler:
         if link is None or link.dropping:
             return
         link.silent = 0
+        if link.discounted:
+            self._destination.discount(link, silent=False)
         try:
             self._dispatch(now, link, frame)
         except ProtocolError as error:
@@ -228,7 +261,7 @@ class Scheduler:
         elif isinstance(frame, wire.Accept | wire.Refuse | wire.Confirm) and link.outgoing:
             self._source.on_frame(now, link, frame)
         elif isinstance(frame, wire.Ready) and not link.outgoing:
-            self._destination.on_ready(link, frame)
+            self._destination.on_ready(now, link, frame)
         elif isinstance(frame, wire.Offer) and not link.outgoing:
             self._destination.on_offer(now, link, frame)
         else:
@@ -245,7 +278,7 @@ class Scheduler:
         """A Stage was performed; the chunk can be announced under this generation, with its checksum if it has one."""
         link = self._shared.links.get(command.link)
         if link is not None:
-            self._source.staged(link, command, generation, checksum)
+            self._source.staged(now, link, command, generation, checksum)
 
     def stage_failed(self, now: float, command: Stage, error: KVStreamError) -> None:
         """A Stage could not be performed; its stream ends. PeerLost: the loss of the link is on its way here, or has
@@ -307,7 +340,30 @@ class Scheduler:
         elif ending is not None and link.beats - ending.since > self._patience:
             shared.drop(link, PeerLost(f"the end of a stream shared with {link.peer} was not answered for {stall}"))
         else:
+            self._watch_progress(link)
             if not link.spoke:
                 shared.transmit(link, wire.Beat(self.streams, reply=True))
             link.spoke = False
             shared.timers.arm(now + self._config.beat_interval, Timer.BEAT, link.id)
+
+    def _watch_progress(self, link: Link) -> None:
+        """Tell of a peer that makes no progress, ever more rarely; and let nobody else wait for it."""
+        interval = self._config.beat_interval
+        if link.reading and link.silent > _SILENT_BEATS:
+            self._destination.discount(link, silent=True)
+        beats = link.beats - link.progress
+        if not link.owed or beats * interval < self._config.stall_warning or beats < 2 * link.warned:
+            return
+        link.warned = beats
+        self.counters.stalls += 1
+        some = next(iter(link.outbound.values() if link.outgoing else link.inbound.values()), None)
+        self._shared.commands.append(
+            Stalled(
+                link.peer,
+                link.outgoing,
+                beats * interval,
+                link.owed,
+                len(link.outbound) + len(link.inbound),
+                some.name if some is not None else "",
+            )
+        )

@@ -28,6 +28,7 @@ from kvstream.scheduler.links import Ending, Link
 from kvstream.scheduler.offers import Offers, PendingOffer
 from kvstream.scheduler.outbound import first_block
 from kvstream.scheduler.shared import Shared, about, text_of
+from kvstream.scheduler.stats import StreamState
 from kvstream.scheduler.timers import Timer
 from kvstream.scheduler.turns import Turns
 
@@ -45,10 +46,35 @@ class Destination:
         self._unbegun = False
         """Whether a Move waits to be begun. One at a time: who is next is decided at the last moment."""
         self._reading = 0
-        """Moves under way, over all links."""
+        """Moves under way, over all links whose peer is not silent."""
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    def states(self, now: float) -> list[StreamState]:
+        return [
+            StreamState(
+                stream=stream.name,
+                direction="receive",
+                peer=stream.peer or "",
+                epoch=stream.epoch,
+                share_class=stream.group[0],
+                waits_for=stream.waits_for,
+                waited=max(0.0, now - stream.stepped),
+                chunks_announced=stream.chunks,
+                chunks_confirmed=stream.told,
+                slots=len(stream.moving),
+            )
+            for stream in self._streams.values()
+        ]
+
+    @property
+    def offers_waiting(self) -> tuple[int, int]:
+        return len(self._offers), self._offers.tokens
+
+    def waits_for_room(self, link: Link) -> bool:
+        """Whether announced chunks wait because the link's share of reads is under way."""
+        return self._turns.waits_for_room(link.id)
 
     # ------------------------------------------------------------------ the user's events
 
@@ -71,7 +97,7 @@ class Destination:
             self._withdraw(offer, error)
             self._refuse(offer.link, offer.frame, error)
             raise error
-        stream = self._new(name, tokens, first_token, now + deadline)
+        stream = self._new(now, name, tokens, first_token, now + deadline)
         if offer is not None:
             self._take(offer)
             self._bind(now, stream, offer)
@@ -83,7 +109,7 @@ class Destination:
         if offer is None:
             raise Refused("the offer can't be accepted any more: it was answered, withdrawn, or its time is over")
         self._check_room()
-        stream = self._new(offer.frame.stream, offer.frame.tokens, first_token, offer.stream_expires)
+        stream = self._new(now, offer.frame.stream, offer.frame.tokens, first_token, offer.stream_expires)
         self._take(offer)
         self._bind(now, stream, offer)
         return stream.key
@@ -140,7 +166,7 @@ class Destination:
 
     def link_lost(self, link: Link, error: KVStreamError) -> None:
         self._turns.forget(link.id)
-        self._reading -= link.reading
+        self._count(link, -link.reading)
         for offer in list(link.offers.values()):
             self._withdraw(offer, error)
         for stream in list(link.inbound.values()):
@@ -163,7 +189,9 @@ class Destination:
             if link.dropping:
                 continue
             self._unbegun = True
-            self._reading += 1
+            if not link.reading:
+                link.progressed()
+            self._count(link, 1)
             link.reading += 1
             stream.reading += 1
             self._turns.charge(turn, frame.count * frame.layers)
@@ -186,10 +214,23 @@ class Destination:
             )
             return
 
+    def _count(self, link: Link, reads: int) -> None:
+        if not link.discounted:
+            self._reading += reads
+
+    def discount(self, link: Link, *, silent: bool) -> None:
+        """Reads from a peer that has fallen silent may hang: they must not keep others from theirs."""
+        if link.discounted != silent:
+            self._count(link, -link.reading)
+            link.discounted = silent
+            self._count(link, link.reading)
+            self._move()
+
     def _reported(self, link: Link, command: Move) -> Inbound | None:
         """A Move is over, one way or the other. Its stream, unless that has ended meanwhile."""
-        self._reading -= 1
+        self._count(link, -1)
         link.reading -= 1
+        link.progressed()
         link.announced -= 1
         self._turns.room(link.id)
         stream = self._streams.get(command.stream)
@@ -200,6 +241,7 @@ class Destination:
     def moved(self, now: float, link: Link, command: Move) -> None:
         stream = self._reported(link, command)
         if stream is not None:
+            stream.stepped = now
             for layer in stream.moved(command.chunk):
                 self._shared.commands.append(Arrived(stream.key, layer))
             if not self._decide(now, link, stream):
@@ -267,7 +309,7 @@ class Destination:
         else:
             self._bind(now, waiting, offer)
 
-    def on_ready(self, link: Link, frame: wire.Ready) -> None:
+    def on_ready(self, now: float, link: Link, frame: wire.Ready) -> None:
         stream = self._on_link(link, frame.num, frame.epoch)
         if stream is None:
             return
@@ -276,6 +318,7 @@ class Destination:
         if link.announced == link.slots:
             raise ProtocolError(f"more chunks announced and not confirmed than there are slots ({link.slots})")
         stream.ready(frame)
+        stream.stepped = now
         link.announced += 1
         self._turns.push(DestinationTurn(stream, link, frame, self._shared.config.peer_moves))
         self._move()
@@ -325,7 +368,7 @@ class Destination:
 
     # ------------------------------------------------------------------ streams
 
-    def _new(self, name: str, tokens: int, first_token: int, expires: float) -> Inbound:
+    def _new(self, now: float, name: str, tokens: int, first_token: int, expires: float) -> Inbound:
         shared = self._shared
         if not 0 <= first_token <= tokens:
             raise ConfigError("first_token", f"must be 0 to {tokens}, the stream's tokens, is {first_token}")
@@ -338,6 +381,7 @@ class Destination:
             layers=shared.layers,
             expires=expires,
             age=shared.next_id(),
+            stepped=now,
         )
         self._streams[stream.key] = stream
         self._names[name] = stream
@@ -352,6 +396,7 @@ class Destination:
         stream.num = offer.frame.num
         stream.epoch = offer.frame.epoch
         stream.phase = Phase.STREAMING
+        stream.stepped = now
         if offer.stream_expires < stream.expires:
             stream.expires = offer.stream_expires
             shared.timers.arm(stream.expires, Timer.INBOUND, stream.key)

@@ -22,6 +22,7 @@ from kvstream.scheduler.commands import (
     Move,
     Offered,
     Stage,
+    Stalled,
     Transmit,
     Withdrawn,
 )
@@ -40,7 +41,7 @@ class Effects(Protocol):
     def drop(self, link: int, error: KVStreamError) -> None: ...
     def stage(self, command: Stage) -> None: ...
     def move(self, command: Move) -> None: ...
-    def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended) -> None: ...
+    def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended | Stalled) -> None: ...
     def pumped(self) -> None:
         """Every command is performed: a good moment to look at the core's state."""
 

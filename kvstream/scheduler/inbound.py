@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvstream.errors import ProtocolError, Recalled
 from kvstream.scheduler.fairness import Group, Order
+from kvstream.scheduler.stats import WaitsFor
 from kvstream.wire import End, Ready
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ class Inbound:
     expected: list[int] = field(default_factory=list[int])
     missing: list[int] = field(default_factory=list[int])
     arrived: int = 0
+    stepped: float = 0.0
+    """When it last made a step."""
     source_end: End | None = None
     recalled: Recalled | None = None
     """Set while the source's End is awaited that explains why something lent was taken back."""
@@ -133,6 +136,16 @@ class Inbound:
                 whole.append(layer)
         self.arrived += len(whole)
         return whole
+
+    @property
+    def waits_for(self) -> WaitsFor:
+        if self.phase is Phase.WAITING:
+            return "offer"
+        if self.phase is not Phase.STREAMING or self.recalled is not None:
+            return "end"
+        if self.reading:
+            return "bytes"
+        return "turn" if self.moving else "chunk"
 
     @property
     def whole(self) -> bool:

@@ -61,6 +61,13 @@ class Link:
     spoke: bool = False
     """Whether something was sent since the last beat."""
     dropping: bool = False
+    progress: int = 0
+    """The beat in which a slot was last given back, or taken while all were free; a read was ended, or the first one
+    begun."""
+    warned: int = 0
+    """After how many beats without progress a stall was last told; 0: not since the last progress."""
+    discounted: bool = False
+    """Destination: whether the peer's reads do not count for the process, since it has fallen silent."""
 
     def __post_init__(self) -> None:
         self.free = list(range(self.slots - 1, -1, -1)) if self.outgoing else []
@@ -69,6 +76,15 @@ class Link:
     def live(self) -> bool:
         """Whether anything on this link waits for the peer, or the peer for us."""
         return bool(self.outbound or self.inbound or self.offers or self.ending)
+
+    @property
+    def owed(self) -> int:
+        """Chunks of which the peer has to confirm, or to deliver, the next."""
+        return self.slots - len(self.free) if self.outgoing else self.reading
+
+    def progressed(self) -> None:
+        self.progress = self.beats
+        self.warned = 0
 
     @property
     def oldest_ending(self) -> Ending | None:

@@ -34,6 +34,8 @@ class Offers:
     def __init__(self) -> None:
         self._by_id: dict[int, PendingOffer] = {}
         self._by_name: dict[str, PendingOffer] = {}
+        self.tokens = 0
+        """Of all that wait."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -52,8 +54,10 @@ class Offers:
         self._by_id[offer.id] = offer
         self._by_name[offer.frame.stream] = offer
         offer.link.offers[offer.frame.num] = offer
+        self.tokens += offer.frame.tokens
 
     def remove(self, offer: PendingOffer) -> None:
         del self._by_id[offer.id]
         del self._by_name[offer.frame.stream]
         offer.link.offers.pop(offer.frame.num, None)
+        self.tokens -= offer.frame.tokens

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvstream.errors import ConfigError
 from kvstream.scheduler.fairness import Group, Order
+from kvstream.scheduler.stats import WaitsFor
 from kvstream.wire import Ready
 
 if TYPE_CHECKING:
@@ -109,6 +110,8 @@ class Outbound:
     staged: dict[int, Ready] = field(default_factory=dict[int, Ready])
     in_flight: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
     payload: bytes | None = None
+    stepped: float = 0.0
+    """When it last made a step."""
 
     def __post_init__(self) -> None:
         self.watermark = [0] * self.layers
@@ -214,6 +217,26 @@ class Outbound:
         while self.in_flight and self.in_flight[0][0] < chunks:
             slots.append(self.in_flight.popleft()[1])
         return slots
+
+    @property
+    def waits_for(self) -> WaitsFor:
+        match self.phase:
+            case Phase.CONNECTING:
+                return "connection"
+            case Phase.OFFERED:
+                return "answer"
+            case Phase.STREAMING | Phase.ENDED:
+                pass
+            case Phase.FINISHING:
+                return "confirmation" if self.confirmed < self.announced else "end"
+        link = self.link
+        if self.pending and link is not None:
+            return "turn" if link.free and self.turn is not None else "slot"
+        if self.announced < self.chunks:
+            return "turn"
+        if self.confirmed < self.announced and self.all_ready:
+            return "confirmation"
+        return "engine"
 
     @property
     def holding(self) -> int:

@@ -29,6 +29,8 @@ class Counters:
     """Frames of streams or epochs that had already ended here, and repeated ones; they are ignored."""
     protocol_errors: int = 0
     offers_refused: int = 0
+    stalls: int = 0
+    """Times that a peer made no progress for config.stall_warning."""
     ended: dict[str, int] = field(default_factory=dict[str, int])
     """Streams by the code of their end, both directions."""
 

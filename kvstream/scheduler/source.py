@@ -23,6 +23,7 @@ from kvstream.scheduler.commands import Accepted, Dial, Ended, Stage
 from kvstream.scheduler.links import Ending, Link
 from kvstream.scheduler.outbound import Outbound, Phase, SourceTurn
 from kvstream.scheduler.shared import Shared, about, text_of
+from kvstream.scheduler.stats import StreamState
 from kvstream.scheduler.timers import Timer
 from kvstream.scheduler.turns import Turns
 
@@ -45,6 +46,27 @@ class Source:
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    def states(self, now: float) -> list[StreamState]:
+        return [
+            StreamState(
+                stream=stream.name,
+                direction="send",
+                peer=stream.peer or "",
+                epoch=stream.epoch,
+                share_class=stream.group[0],
+                waits_for=stream.waits_for,
+                waited=max(0.0, now - stream.stepped),
+                chunks_announced=stream.announced,
+                chunks_confirmed=stream.confirmed,
+                slots=stream.holding,
+            )
+            for stream in self._streams.values()
+        ]
+
+    def waits_for_slot(self, link: Link) -> bool:
+        """Whether any stream has something ready, and the link no slot for it."""
+        return self._turns.waits_for_room(link.id)
 
     @property
     def idle(self) -> bool:
@@ -96,10 +118,11 @@ class Source:
         self._try_next(now, stream)
         return stream.key
 
-    def layer_ready(self, key: int, layer: int, start: int, stop: int) -> None:
+    def layer_ready(self, now: float, key: int, layer: int, start: int, stop: int) -> None:
         stream = self._streams.get(key)
         if stream is not None:
             stream.advance(layer, start, stop)
+            stream.stepped = now
             self._continue(stream)
 
     def extend(self, key: int, blocks: int) -> None:
@@ -175,7 +198,7 @@ class Source:
         self._uncut = True
         self._stage()
 
-    def staged(self, link: Link, command: Stage, generation: int, checksum: int) -> None:
+    def staged(self, now: float, link: Link, command: Stage, generation: int, checksum: int) -> None:
         stream = self._staging(command)
         if stream is None:
             self._release(link, [command.slot])
@@ -193,6 +216,7 @@ class Source:
             command.layers,
         )
         for ready in stream.announce():
+            stream.stepped = now
             self._shared.transmit(link, ready)
         self._continue(stream)
 
@@ -218,6 +242,8 @@ class Source:
                     f"stream {stream.name}: {frame.chunks} chunks confirmed of {stream.announced} announced"
                 )
             slots = stream.confirm(frame.chunks)
+            if slots:
+                stream.stepped = now
             self._enqueue(stream)
             self._release(link, slots)
         elif stream.phase is not Phase.OFFERED:
@@ -226,6 +252,7 @@ class Source:
             if frame.first_token > stream.tokens:
                 raise ProtocolError(f"stream {stream.name}: accepted from token {frame.first_token} of {stream.tokens}")
             stream.accepted(frame.first_token)
+            stream.stepped = now
             self._shared.commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch))
             self._continue(stream)
         else:
@@ -266,6 +293,7 @@ class Source:
     def _try_next(self, now: float, stream: Outbound) -> None:
         peer = stream.candidates.pop(0)
         stream.offer_to(peer)
+        stream.stepped = now
         link = self._outgoing.get(peer)
         if link is not None and not link.dropping:
             self._offer(now, stream, link)
@@ -287,6 +315,7 @@ class Source:
         stream.num = link.last_num
         stream.link = link
         stream.phase = Phase.OFFERED
+        stream.stepped = now
         link.outbound[stream.num] = stream
         self._shared.watch(now, link)
         frame = wire.Offer(
@@ -336,6 +365,8 @@ class Source:
             if link.dropping:
                 continue
             self._uncut = False
+            if not link.owed:
+                link.progressed()
             slot = link.free.pop()
             chunk, piece = stream.cut(link.slot_blocks, link.group_blocks)
             count = piece.stop - piece.first
@@ -362,6 +393,7 @@ class Source:
         before = len(link.free)
         link.free.extend(slots)
         if len(link.free) > before:
+            link.progressed()
             self._turns.room(link.id)
         self._stage()
 

@@ -133,6 +133,12 @@ class Connection(ABC):
     """Whether the destination can read the source's memory by address, proven when the lane was agreed on: then the
     source may `lend` runs of bytes in place of gathering them into a slot. Set with the lane."""
 
+    @property
+    def quarantined(self) -> int:
+        """Bytes of staging memory that the connection keeps although it is lost, since its fence was not reached in
+        time: a peer may still touch them. 0 before that, and once it is reached."""
+        return 0
+
     @abstractmethod
     def describe(self) -> str:
         """What carries the bytes of this connection, for logs and `doctor`: "tcp/lo", for example."""
