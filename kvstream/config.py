@@ -70,10 +70,19 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     # -- bounds on streams
     max_streams: int = 16384
     """Live streams per runtime and direction; beyond it `send` raises Refused and offers are refused."""
+    max_receiving: int = 256
+    """Accepted streams at a time, and offers that an on_offer handler is working at: while there are so many, further
+    offers are not handed to the handler but wait. What a receive() waits for is taken at once."""
     max_pending_offers: int = 1024
-    """Offers that wait for a receive() or an on_offer handler's answer."""
+    """Offers that wait for a receive() or an on_offer handler's answer; beyond it they are refused. While several
+    classes have offers waiting, each may fill its share only."""
+    max_pending_tokens: int = 1 << 24
+    """The same, in tokens of all offers that wait. A single offer may be larger."""
     offer_wait: float = 10.0
     """How long an offer waits for an answer before it is refused."""
+    reservation_timeout: float = 60.0
+    """A receive() or an accepted offer of which not one chunk has come after this time ends, and gives its blocks back,
+    although its deadline may be later."""
 
     # -- waits
     deadline: float = 60.0

@@ -120,7 +120,7 @@ class Runtime:
         if broker is None:
             broker = await connect_broker(self._nats, rng=self._seams.rng)
             stack.push_async_callback(broker.aclose)
-        streams = Streams(self.pool, config, self._seams.clock)
+        streams = Streams(self.pool, config, self._seams.clock, self._seams.rng.random)
         stack.callback(streams.driver.stop)
         registry = await stack.enter_async_context(
             Registry(broker, ttl=config.lease_ttl, clock=asyncio.get_running_loop().time, rng=self._seams.rng)
@@ -277,6 +277,7 @@ class Runtime:
         priority: int = 0,
         share_class: str = "",
         metadata: Any = None,
+        retry: bool = False,
         growing: bool = False,
     ) -> SendStream:
         """Offer a stream and send it layer by layer as `layer_ready` is called: `async with rt.send(...) as tx`.
@@ -289,8 +290,11 @@ class Runtime:
         While more is ready than can be moved, classes (`share_class`: a tenant, a kind of work) get bytes in proportion
         to config.share_weights; within a class short streams and long ones take turns, and of a kind the earliest
         deadline goes first, each unit of `priority` (-1000 to 1000) counting as config.priority_step seconds. Both
-        sides order alike. Raises ConfigError at once for bad values; entering it raises UnknownWorker or
-        Refused.
+        sides order alike.
+
+        Candidates that refuse with a `retry_after` can be asked again: with `retry` those that did are, after as long a
+        pause as they advise, until the deadline. Raises ConfigError at once for bad values; entering it raises
+        UnknownWorker or Refused.
         """
         streams = self._streams
         tokens = whole("tokens", tokens, 1, wire.MAX_COUNT)
@@ -306,6 +310,7 @@ class Runtime:
             priority=whole("priority", priority, -wire.MAX_PRIORITY, wire.MAX_PRIORITY),
             share=text("share_class", share_class, wire.MAX_SHARE) if share_class != "" else "",
             metadata=wire.encode_metadata(metadata),
+            retry=instance("retry", retry, bool),
         )
 
     def receive(

@@ -154,12 +154,14 @@ class SendStream(_Stream):
         priority: int,
         share: str,
         metadata: bytes,
+        retry: bool,
     ) -> None:
         super().__init__(streams, name, ids, tokens)
         self._route = route
         self._deadline = deadline
         self._priority = priority
         self._share = share
+        self._retry = retry
         self._metadata = metadata
         self._marks: deque[tuple[int, int, int, float, DeviceEvent | None]] = deque()
         self._wake_due = False
@@ -185,6 +187,7 @@ class SendStream(_Stream):
             priority=self._priority,
             share=self._share,
             metadata=self._metadata,
+            retry=self._retry,
         )
         return self
 

@@ -40,7 +40,9 @@ class Streams:
 
     links: Links
 
-    def __init__(self, pool: KVPool, config: RuntimeConfig, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, pool: KVPool, config: RuntimeConfig, clock: Callable[[], float], jitter: Callable[[], float]
+    ) -> None:
         self.pool = pool
         self.clock = clock
         self.config = config
@@ -49,7 +51,11 @@ class Streams:
         self._log = get_logger("streams")
         layout = pool.layout
         self.core = Scheduler(
-            config, layers=layout.layers, block_tokens=layout.block_tokens, block_bytes=layout.block_bytes
+            config,
+            layers=layout.layers,
+            block_tokens=layout.block_tokens,
+            block_bytes=layout.block_bytes,
+            jitter=jitter,
         )
         self.driver = Driver(self.core, self, self._loop)
         self._sessions: dict[int, SendStream | ReceiveStream] = {}
@@ -105,6 +111,7 @@ class Streams:
         priority: int,
         share: str,
         metadata: bytes,
+        retry: bool,
     ) -> None:
         session.key = self.core.send(
             self.driver.now(),
@@ -116,6 +123,7 @@ class Streams:
             priority=priority,
             share=share,
             metadata=metadata,
+            retry=retry,
         )
         self._sessions[session.key] = session
         # Not at once: a send wakes the peer, which may cost this thread its core.
@@ -153,7 +161,7 @@ class Streams:
 
     def fail_waiting(self, names: Sequence[str], error: KVStreamError) -> None:
         """Their source has said that it can't connect to us: who waits for these streams need not wait on."""
-        self.core.fail_waiting(names, error)
+        self.core.fail_waiting(self.driver.now(), names, error)
         self.driver.pump()
 
     def refuse_offer(self, offer_id: int, error: KVStreamError) -> None:

@@ -1,5 +1,6 @@
 """The scheduler: every decision about streams, and nothing else. It is sans-IO: events come in as method calls with the
-present time, commands go out through `take`; it awaits nothing, reads no clock, draws no random number.
+present time, commands go out through `take`; it awaits nothing, reads no clock, and draws no random number: it is given
+the one that spreads retries.
 
 This file is its face: the events, the direction of frames, and the liveness of links. Streams live in source.py and
 destination.py. None of it touches memory or a connection: that is what commands are for. The same object runs in
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvstream import wire
 from kvstream.config import RuntimeConfig
@@ -33,11 +34,20 @@ _SILENT_BEATS = 2
 
 class Scheduler:
     """One runtime's streams. `layers`, `block_tokens` and `block_bytes` (of a block of one layer) are those of its
-    layout; all peers on links share them."""
+    layout; all peers on links share them. `jitter` gives numbers from 0 to 1, which spread what many streams would do
+    at the same time."""
 
-    def __init__(self, config: RuntimeConfig, *, layers: int, block_tokens: int, block_bytes: int = 1) -> None:
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        *,
+        layers: int,
+        block_tokens: int,
+        block_bytes: int = 1,
+        jitter: Callable[[], float] = lambda: 0.5,
+    ) -> None:
         self._config = config
-        self._shared = Shared(config, layers, block_tokens, block_bytes)
+        self._shared = Shared(config, layers, block_tokens, block_bytes, jitter)
         self._source = Source(self._shared)
         self._destination = Destination(self._shared)
         self._patience = math.ceil(config.stall_timeout / config.beat_interval)
@@ -118,9 +128,11 @@ class Scheduler:
         priority: int = 0,
         share: str = "",
         metadata: bytes = b"",
+        retry: bool = False,
     ) -> int:
         """A new stream to the first of `candidates` that takes it. `held` block ids are known so far; `share` is the
-        class whose share of the work it uses. Returns a key.
+        class whose share of the work it uses. With `retry` those that refuse for now are asked again, as long as the
+        deadline allows it. Returns a key.
 
         Raises ConfigError, Refused when there are too many streams, Cancelled after `shut`.
         """
@@ -134,6 +146,7 @@ class Scheduler:
             priority=priority,
             share=share,
             metadata=metadata,
+            retry=retry,
         )
 
     def layer_ready(self, now: float, key: int, layer: int, start: int, stop: int) -> None:
@@ -157,15 +170,15 @@ class Scheduler:
 
     def fail(self, now: float, key: int, error: KVStreamError) -> None:
         """End a stream of either direction because of something this side can't mend; else like `cancel`."""
-        self._source.fail(key, error)
-        self._destination.fail(key, error)
+        self._source.fail(now, key, error)
+        self._destination.fail(now, key, error)
 
     def shut(self, now: float, error: Cancelled | Fenced) -> None:
         """End everything: no new streams, offers refused, live streams ended with `error`, the peers told."""
         self._shared.closed = error
         self._destination.refuse_all(Refused(str(error)))
-        self._source.fail_all(error)
-        self._destination.fail_all(error)
+        self._source.fail_all(now, error)
+        self._destination.fail_all(now, error)
 
     # ------------------------------------------------------------------ the user's events, destination side
 
@@ -185,9 +198,9 @@ class Scheduler:
         """Decline an offer handed out by Offered; nothing happens when it is gone."""
         self._destination.refuse(offer_id, error)
 
-    def fail_waiting(self, names: Sequence[str], error: KVStreamError) -> None:
+    def fail_waiting(self, now: float, names: Sequence[str], error: KVStreamError) -> None:
         """End those streams of these names that wait for an offer."""
-        self._destination.fail_waiting(names, error)
+        self._destination.fail_waiting(now, names, error)
 
     def connecting(self, peer: str) -> list[str]:
         """The names of the streams that wait for a connection to this peer."""
@@ -228,7 +241,7 @@ class Scheduler:
         self._shared.timers.cancel(Timer.BEAT, link_id)
         self._shared.timers.cancel(Timer.IDLE, link_id)
         self._source.link_lost(now, link, error)
-        self._destination.link_lost(link, error)
+        self._destination.link_lost(now, link, error)
 
     def drop_all(self, error: KVStreamError) -> None:
         """Close every link."""
@@ -255,7 +268,7 @@ class Scheduler:
                 self._shared.transmit(link, wire.Beat(self.streams))
         elif isinstance(frame, wire.End):
             if link.outgoing:
-                self._source.on_end(link, frame)
+                self._source.on_end(now, link, frame)
             else:
                 self._destination.on_end(now, link, frame)
         elif isinstance(frame, wire.Accept | wire.Refuse | wire.Confirm) and link.outgoing:
@@ -285,7 +298,7 @@ class Scheduler:
         been, and takes the slot with it."""
         link = self._shared.links.get(command.link)
         if link is not None and not isinstance(error, PeerLost):
-            self._source.stage_failed(link, command, error)
+            self._source.stage_failed(now, link, command, error)
 
     def moving(self, command: Move) -> None:
         """A Move is about to be performed, or dropped with its link: the next one may be given."""
@@ -311,11 +324,15 @@ class Scheduler:
         while (timer := self._shared.timers.pop(now)) is not None:
             match timer:
                 case Timer.OUTBOUND, key:
-                    self._source.expired(key)
+                    self._source.expired(now, key)
                 case Timer.INBOUND, key:
-                    self._destination.expired(key)
+                    self._destination.expired(now, key)
+                case Timer.RETRY, key:
+                    self._source.ask_again(now, key)
+                case Timer.RESERVATION, key:
+                    self._destination.unused(now, key)
                 case Timer.OFFER, key:
-                    self._destination.offer_expired(key)
+                    self._destination.offer_expired(now, key)
                 case Timer.BEAT, key:
                     self._beat(now, self._shared.links[key])
                 case Timer.IDLE, key:

@@ -34,6 +34,8 @@ class Phase(enum.Enum):
     CONNECTING = "connecting"
     OFFERED = "offered"
     STREAMING = "streaming"
+    PAUSING = "pausing"
+    """Every candidate has refused for now; it will be offered again."""
     FINISHING = "finishing"
     """End "done" is sent: from here on the destination may have finished."""
     ENDED = "ended"
@@ -94,6 +96,13 @@ class Outbound:
     priority: int
     metadata: bytes
     age: int
+    retry: bool = False
+    """Whether those that refuse for now are asked again."""
+    again: list[str] = field(default_factory=list[str])
+    """Those that did since the last pause."""
+    pause: float = 0.0
+    """The least time after which one of them advised to ask again."""
+    pauses: int = 0
     phase: Phase = Phase.CONNECTING
     epoch: int = 0
     peer: str | None = None
@@ -164,14 +173,23 @@ class Outbound:
         """Begin a new epoch with a destination; what the last one held of our slots is the core's business."""
         self.epoch += 1
         self.peer = peer
+        self.leave(Phase.CONNECTING)
+
+    def leave(self, phase: Phase) -> None:
+        """Have done with the present destination."""
+        self.phase = phase
         self.link = None
         self.num = 0
-        self.phase = Phase.CONNECTING
         self.turn = None
         self.pending.clear()
         self.staged.clear()
         self.in_flight.clear()
         self.chunks = self.announced = self.confirmed = 0
+
+    def refused(self, peer: str, retry_after: float) -> None:
+        """A candidate said no for now."""
+        self.pause = min(self.pause, retry_after) if self.again else retry_after
+        self.again.append(peer)
 
     def accepted(self, first_token: int) -> None:
         """The destination took the offer: everything that is ready becomes pending, layer by layer."""
@@ -225,6 +243,8 @@ class Outbound:
                 return "connection"
             case Phase.OFFERED:
                 return "answer"
+            case Phase.PAUSING:
+                return "retry"
             case Phase.STREAMING | Phase.ENDED:
                 pass
             case Phase.FINISHING:

@@ -7,6 +7,7 @@ end a stream, to judge a frame that comes late). It decides nothing else about s
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstream import wire
@@ -36,8 +37,11 @@ class Counters:
 
 
 class Shared:
-    def __init__(self, config: RuntimeConfig, layers: int, block_tokens: int, block_bytes: int) -> None:
+    def __init__(
+        self, config: RuntimeConfig, layers: int, block_tokens: int, block_bytes: int, jitter: Callable[[], float]
+    ) -> None:
         self.config = config
+        self.jitter = jitter
         self.layers = layers
         self.block_tokens = block_tokens
         self._short_blocks = config.short_bytes // block_bytes

@@ -20,6 +20,7 @@ from kvstream.errors import (
     from_code,
 )
 from kvstream.scheduler.commands import Accepted, Dial, Ended, Stage
+from kvstream.scheduler.drain import MIN_RETRY_AFTER, DrainRate
 from kvstream.scheduler.links import Ending, Link
 from kvstream.scheduler.outbound import Outbound, Phase, SourceTurn
 from kvstream.scheduler.shared import Shared, about, text_of
@@ -38,6 +39,8 @@ class Source:
         self._outgoing: dict[str, Link] = {}
         self._connecting: dict[str, list[int]] = {}
         self._turns = Turns[SourceTurn](shared.config.share_weights)
+        self._drain = DrainRate()
+        """Streams that end per second."""
         self._uncut = True
         """Whether no Stage waits to be begun. One at a time: who is next is decided at the last moment, and what is
         ready by then can join the chunk."""
@@ -87,6 +90,7 @@ class Source:
         priority: int,
         share: str,
         metadata: bytes,
+        retry: bool,
     ) -> int:
         shared = self._shared
         shared.check_open()
@@ -94,7 +98,10 @@ class Source:
         if name in self._names:
             raise ConfigError("stream", f"{name!r} is already being sent; a stream id is unique while it lives")
         if len(self._streams) >= shared.config.max_streams:
-            raise Refused(f"{len(self._streams)} streams are being sent already (max_streams)", retry_after=0.1)
+            raise Refused(
+                f"{len(self._streams)} streams are being sent already (max_streams)",
+                retry_after=self._drain.time_for(1),
+            )
         blocks = math.ceil(tokens / shared.block_tokens)
         stream = Outbound(
             key=shared.next_id(),
@@ -111,7 +118,9 @@ class Source:
             priority=priority,
             metadata=metadata,
             age=shared.next_id(),
+            retry=retry,
         )
+        self._drain.begun(now)
         self._streams[stream.key] = stream
         self._names.add(name)
         shared.timers.arm(stream.expires, Timer.OUTBOUND, stream.key)
@@ -141,16 +150,16 @@ class Source:
         stream.payload = payload
         self._continue(stream)
 
-    def fail(self, key: int, error: KVStreamError) -> None:
+    def fail(self, now: float, key: int, error: KVStreamError) -> None:
         stream = self._streams.get(key)
         if stream is not None:
-            self._end(stream, about(error, stream.name), tell=True)
+            self._end(now, stream, about(error, stream.name), tell=True)
 
-    def fail_all(self, error: KVStreamError) -> None:
+    def fail_all(self, now: float, error: KVStreamError) -> None:
         for key in list(self._streams):
-            self.fail(key, error)
+            self.fail(now, key, error)
 
-    def expired(self, key: int) -> None:
+    def expired(self, now: float, key: int) -> None:
         """A stream's deadline has passed."""
         stream = self._streams[key]
         state = f"{stream.phase.value} to {stream.peer}"
@@ -158,7 +167,7 @@ class Source:
             state += f", {stream.confirmed} of {stream.announced} announced chunks confirmed"
         if missing := len(stream.missing_layers):
             state += f", {missing} layers not ready"
-        self._end(stream, DeadlineExceeded(f"stream {stream.name}: the deadline passed ({state})"), tell=True)
+        self._end(now, stream, DeadlineExceeded(f"stream {stream.name}: the deadline passed ({state})"), tell=True)
 
     def connecting(self, peer: str) -> list[str]:
         keys = self._connecting.get(peer, [])
@@ -188,7 +197,7 @@ class Source:
             del self._outgoing[link.peer]
         for stream in list(link.outbound.values()):
             if stream.phase is Phase.FINISHING:
-                self._end(stream, _in_doubt(error, stream), tell=False)
+                self._end(now, stream, _in_doubt(error, stream), tell=False)
             else:
                 self._next_or_end(now, stream, error)
 
@@ -220,10 +229,10 @@ class Source:
             self._shared.transmit(link, ready)
         self._continue(stream)
 
-    def stage_failed(self, link: Link, command: Stage, error: KVStreamError) -> None:
+    def stage_failed(self, now: float, link: Link, command: Stage, error: KVStreamError) -> None:
         stream = self._staging(command)
         if stream is not None:
-            self._end(stream, about(error, stream.name), tell=True)
+            self._end(now, stream, about(error, stream.name), tell=True)
         self._release(link, [command.slot])
 
     def _staging(self, command: Stage) -> Outbound | None:
@@ -259,7 +268,7 @@ class Source:
             del link.outbound[stream.num]
             self._next_or_end(now, stream, from_code(frame.code, frame.message, retry_after=frame.retry_after))
 
-    def on_end(self, link: Link, frame: wire.End) -> None:
+    def on_end(self, now: float, link: Link, frame: wire.End) -> None:
         ending = link.ending.get(frame.num)
         if ending is not None and ending.epoch == frame.epoch:
             # Whether it answers our End or has crossed it: the peer reads no more.
@@ -278,7 +287,7 @@ class Source:
         self._shared.answer(link, frame)
         slots = [slot for _, slot in stream.in_flight]
         error = None if done else from_code(frame.code, frame.message)
-        self._end(stream, error, tell=False)
+        self._end(now, stream, error, tell=False)
         self._release(link, slots)
 
     def _on_link(self, link: Link, num: int, epoch: int) -> Outbound | None:
@@ -304,11 +313,35 @@ class Source:
             self._shared.commands.append(Dial(peer))
 
     def _next_or_end(self, now: float, stream: Outbound, error: KVStreamError) -> None:
-        """This destination is out: on to the next candidate, or the end."""
+        """This destination is out: on to the next candidate, to a pause before all are asked again, or to the end."""
+        if stream.retry and stream.peer is not None and isinstance(error, Refused) and error.retry_after is not None:
+            stream.refused(stream.peer, error.retry_after)
         if stream.candidates:
             self._try_next(now, stream)
+        elif stream.again and self._pause(now, stream):
+            stream.stepped = now
         else:
-            self._end(stream, about(error, stream.name), tell=False)
+            self._end(now, stream, about(error, stream.name), tell=False)
+
+    def _pause(self, now: float, stream: Outbound) -> bool:
+        """Wait before those who refused for now are asked again; False when the deadline leaves no time for that.
+
+        As long as they advise, and longer each time at least, which bounds how often they are asked; and spread, so
+        that those who were refused together do not come back together.
+        """
+        wait = max(stream.pause, MIN_RETRY_AFTER * 2**stream.pauses) * (1.0 + self._shared.jitter() / 2)
+        if now + wait >= stream.expires:
+            return False
+        stream.leave(Phase.PAUSING)
+        stream.pauses += 1
+        self._shared.timers.arm(now + wait, Timer.RETRY, stream.key)
+        return True
+
+    def ask_again(self, now: float, key: int) -> None:
+        """The pause of a stream is over."""
+        stream = self._streams[key]
+        stream.candidates, stream.again = stream.again, []
+        self._try_next(now, stream)
 
     def _offer(self, now: float, stream: Outbound, link: Link) -> None:
         link.last_num += 1
@@ -397,13 +430,16 @@ class Source:
             self._turns.room(link.id)
         self._stage()
 
-    def _end(self, stream: Outbound, error: KVStreamError | None, *, tell: bool) -> None:
+    def _end(self, now: float, stream: Outbound, error: KVStreamError | None, *, tell: bool) -> None:
         """The one place where a source's stream ends. With `tell` the peer hears of it, and the slots that it may read
         stay taken until it answers; those still being staged come back with the report on their Stage."""
         shared = self._shared
         del self._streams[stream.key]
         self._names.remove(stream.name)
+        self._drain.finished(now, 1, more=bool(self._streams))
         shared.timers.cancel(Timer.OUTBOUND, stream.key)
+        shared.timers.cancel(Timer.RETRY, stream.key)
+        connecting = stream.phase is Phase.CONNECTING
         if tell and error is not None and stream.phase is Phase.FINISHING and stream.peer is not None:
             error.in_doubt = (stream.peer,)
         stream.phase = Phase.ENDED
@@ -411,7 +447,7 @@ class Source:
         shared.ended(Ended(stream.key, error, b"", stream.epoch, stream.peer, provisional=False))
         link = stream.link
         if link is None:
-            if tell and error is not None and len(self._unborn) < shared.config.max_streams:
+            if tell and connecting and error is not None and len(self._unborn) < shared.config.max_streams:
                 self._unborn[stream.key] = stream, error
             return
         if tell and error is not None:

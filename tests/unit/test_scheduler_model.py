@@ -47,6 +47,9 @@ CONFIG = RuntimeConfig(
     idle_timeout=100.0,
     max_pending_offers=3,
     max_streams=6,
+    max_pending_tokens=40,
+    max_receiving=2,
+    reservation_timeout=1.0,
     moves=3,
     peer_moves=2,
     short_bytes=6,
@@ -126,7 +129,7 @@ class Node:
     def __init__(self, net: Net, name: str) -> None:
         self.net = net
         self.name = name
-        self.core = Scheduler(CONFIG, layers=LAYERS, block_tokens=BLOCK_TOKENS)
+        self.core = Scheduler(CONFIG, layers=LAYERS, block_tokens=BLOCK_TOKENS, jitter=net.rng.random)
         self.frozen = False
         self.dead = False
         self.backlog: list[Callable[[], None]] = []
@@ -141,6 +144,8 @@ class Node:
         """Reads that were given out and not reported, by link."""
         self.asked: set[int] = set()
         self.answered: set[int] = set()
+        self.at_work: dict[str, int] = {}
+        """Offers that the handler has been given and that still stand, by stream."""
         self.tick_due: float | None = None
 
     # -- time
@@ -211,11 +216,15 @@ class Node:
             case Offered():
                 assert command.offer not in self.asked
                 self.asked.add(command.offer)
+                self.at_work[command.stream] = command.offer
+                accepted = [t for t in self.streams.values() if not t.outgoing and t.wire is not None and t.end is None]
+                assert len(self.at_work) + len(accepted) <= CONFIG.max_receiving
                 self.net.handle(self, command)
             case Withdrawn():
                 assert command.offer in self.asked
                 assert command.offer not in self.answered, "an offer was withdrawn by this side's own answer"
                 self.answered.add(command.offer)
+                self.at_work = {name: offer for name, offer in self.at_work.items() if offer != command.offer}
             case Accepted():
                 self.live(command.stream).wire = self.links[command.link]
             case Arrived():
@@ -248,8 +257,11 @@ class Node:
                 self.over.add((link, frame.num))
         elif isinstance(frame, wire.Offer):
             self.net.offered[conn, frame.num] = frame.stream
+        elif isinstance(frame, wire.Refuse):
+            self.at_work.pop(self.net.offered[conn, frame.num], None)
         elif isinstance(frame, wire.Accept):
             name = self.net.offered[conn, frame.num]
+            self.at_work.pop(name, None)
             (truth,) = [t for t in self.streams.values() if t.name == name and t.end is None and not t.outgoing]
             truth.num = frame.num
         self.net.send(self, conn, frame)
@@ -483,6 +495,7 @@ class Net:
                 deadline=self.deadline(),
                 priority=rng.choice([0, 0, -100, 100]),
                 share=rng.choice(["", "gold", "plain"]),
+                retry=self.chance(0.3),
             )
         except KVStreamError:
             return
