@@ -295,6 +295,10 @@ class Registry:
         """All workers known now, suspect ones too, by name and rank."""
         return sorted((entry.record for entry in self._table.values()), key=lambda record: (record.name, record.rank))
 
+    def suspects(self) -> list[str]:
+        """The ids of those whose lease is gone and of whom it is not known yet whether they live."""
+        return [worker for worker, entry in self._table.items() if entry.suspect]
+
     def lookup(self, worker: str) -> WorkerRecord | None:
         """The worker `name/rank`, or of `name` the lowest rank there is. None where there is none."""
         name, rank = parse_worker(worker)

@@ -23,8 +23,9 @@ from kvstream.log import get_logger
 from kvstream.memory import KVPool
 from kvstream.runtime.checks import whole
 from kvstream.runtime.links import Links
+from kvstream.runtime.peers import Peers
 from kvstream.runtime.sessions import BlockIds, Offer, ReceiveStream, SendStream
-from kvstream.scheduler.commands import Accepted, Arrived, Ended, Move, Offered, Stage, Stalled, Withdrawn
+from kvstream.scheduler.commands import Accepted, Arrived, Declined, Ended, Move, Offered, Stage, Stalled, Withdrawn
 from kvstream.scheduler.core import Scheduler
 from kvstream.scheduler.driver import Driver
 from kvstream.transport.base import ByteView, Connection, Lent
@@ -58,6 +59,7 @@ class Streams:
             jitter=jitter,
         )
         self.driver = Driver(self.core, self, self._loop)
+        self.peers = Peers()
         self._sessions: dict[int, SendStream | ReceiveStream] = {}
         self._written = np.zeros(pool.blocks, bool)
         """Blocks that a live inbound stream may write: two streams never share one."""
@@ -370,11 +372,13 @@ class Streams:
         connection.borrow(lent, Lent(np.array([buffer.ctypes.data], np.uint64), buffer.nbytes))
         self._unpack(command, ids, buffer)
 
-    def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended | Stalled) -> None:
+    def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended | Stalled | Declined) -> None:
         if isinstance(command, Offered):
             self._offered(command)
         elif isinstance(command, Stalled):
             self._stalled(command)
+        elif isinstance(command, Declined):
+            self.peers.failed(command.peer, command.error, self.driver.now())
         elif isinstance(command, Withdrawn):
             task = self._offer_tasks.get(command.offer)
             if task is not None:
@@ -385,6 +389,8 @@ class Streams:
             connection = self.links.connection(command.link)
             lane = connection.lane if connection is not None else None
             session.on_accepted(command, lane or "")
+            if isinstance(session, SendStream):
+                self.peers.took(command.peer)
             self._load_changed()
         elif isinstance(command, Arrived):
             if isinstance(session, ReceiveStream):

@@ -12,6 +12,7 @@ __all__ = [
     "Accepted",
     "Arrived",
     "Command",
+    "Declined",
     "Dial",
     "Drop",
     "Ended",
@@ -122,6 +123,14 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
+class Declined:
+    """Source: `peer` did not take a stream, could not be reached, or was lost with it."""
+
+    peer: str
+    error: KVStreamError
+
+
+@dataclass(frozen=True, slots=True)
 class Arrived:
     """Destination: every byte of this layer that was asked for is in place."""
 
@@ -155,4 +164,4 @@ class Stalled:
     example: str
 
 
-Command = Dial | Transmit | Drop | Stage | Move | Offered | Withdrawn | Accepted | Arrived | Ended | Stalled
+Command = Dial | Transmit | Drop | Stage | Move | Offered | Withdrawn | Accepted | Arrived | Ended | Stalled | Declined

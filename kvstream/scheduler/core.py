@@ -88,22 +88,27 @@ class Scheduler:
 
     def peer_states(self) -> list[PeerState]:
         """Every connection."""
+        return [self._peer_state(link) for link in self._shared.links.values()]
+
+    def towards(self, peer: str) -> tuple[int, PeerState | None]:
+        """How many live streams go to this peer or try it, and the connection by which they do, if there is one."""
+        streams, link = self._source.towards(peer)
+        return streams, self._peer_state(link) if link is not None else None
+
+    def _peer_state(self, link: Link) -> PeerState:
         beat = self._config.beat_interval
-        return [
-            PeerState(
-                peer=link.peer,
-                direction="send" if link.outgoing else "receive",
-                streams=len(link.outbound) + len(link.inbound),
-                slots=link.slots,
-                slots_used=link.owed if link.outgoing else link.announced,
-                moves=link.reading,
-                offers=len(link.offers),
-                waiting=self._source.waits_for_slot(link) if link.outgoing else self._destination.waits_for_room(link),
-                stalled=(link.beats - link.progress) * beat if link.owed else 0.0,
-                silent=max(0, link.silent - 1) * beat if link.live else 0.0,
-            )
-            for link in self._shared.links.values()
-        ]
+        return PeerState(
+            peer=link.peer,
+            direction="send" if link.outgoing else "receive",
+            streams=len(link.outbound) + len(link.inbound),
+            slots=link.slots,
+            slots_used=link.owed if link.outgoing else link.announced,
+            moves=link.reading,
+            offers=len(link.offers),
+            waiting=self._source.waits_for_slot(link) if link.outgoing else self._destination.waits_for_room(link),
+            stalled=(link.beats - link.progress) * beat if link.owed else 0.0,
+            silent=max(0, link.silent - 1) * beat if link.live else 0.0,
+        )
 
     @property
     def idle(self) -> bool:

@@ -16,6 +16,7 @@ from kvstream.scheduler.commands import (
     Accepted,
     Arrived,
     Command,
+    Declined,
     Dial,
     Drop,
     Ended,
@@ -41,7 +42,7 @@ class Effects(Protocol):
     def drop(self, link: int, error: KVStreamError) -> None: ...
     def stage(self, command: Stage) -> None: ...
     def move(self, command: Move) -> None: ...
-    def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended | Stalled) -> None: ...
+    def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended | Stalled | Declined) -> None: ...
     def pumped(self) -> None:
         """Every command is performed: a good moment to look at the core's state."""
 

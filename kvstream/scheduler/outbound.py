@@ -103,6 +103,8 @@ class Outbound:
     pause: float = 0.0
     """The least time after which one of them advised to ask again."""
     pauses: int = 0
+    counted: str | None = None
+    """The peer among whose streams this one is counted."""
     phase: Phase = Phase.CONNECTING
     epoch: int = 0
     peer: str | None = None

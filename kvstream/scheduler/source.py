@@ -19,7 +19,7 @@ from kvstream.errors import (
     Refused,
     from_code,
 )
-from kvstream.scheduler.commands import Accepted, Dial, Ended, Stage
+from kvstream.scheduler.commands import Accepted, Declined, Dial, Ended, Stage
 from kvstream.scheduler.drain import MIN_RETRY_AFTER, DrainRate
 from kvstream.scheduler.links import Ending, Link
 from kvstream.scheduler.outbound import Outbound, Phase, SourceTurn
@@ -39,6 +39,8 @@ class Source:
         self._outgoing: dict[str, Link] = {}
         self._connecting: dict[str, list[int]] = {}
         self._turns = Turns[SourceTurn](shared.config.share_weights)
+        self._towards: dict[str, int] = {}
+        """Live streams by the peer that they go to, or try."""
         self._drain = DrainRate()
         """Streams that end per second."""
         self._uncut = True
@@ -66,6 +68,10 @@ class Source:
             )
             for stream in self._streams.values()
         ]
+
+    def towards(self, peer: str) -> tuple[int, Link | None]:
+        """How many live streams go to this peer, and the connection with it."""
+        return self._towards.get(peer, 0), self._outgoing.get(peer)
 
     def waits_for_slot(self, link: Link) -> bool:
         """Whether any stream has something ready, and the link no slot for it."""
@@ -302,6 +308,7 @@ class Source:
     def _try_next(self, now: float, stream: Outbound) -> None:
         peer = stream.candidates.pop(0)
         stream.offer_to(peer)
+        self._count(stream, peer)
         stream.stepped = now
         link = self._outgoing.get(peer)
         if link is not None and not link.dropping:
@@ -312,8 +319,20 @@ class Source:
             self._connecting[peer] = [stream.key]
             self._shared.commands.append(Dial(peer))
 
+    def _count(self, stream: Outbound, peer: str | None) -> None:
+        """Count a stream among those of this peer, and no longer of another."""
+        before, stream.counted = stream.counted, peer
+        if before is not None:
+            self._towards[before] -= 1
+            if not self._towards[before]:
+                del self._towards[before]
+        if peer is not None:
+            self._towards[peer] = self._towards.get(peer, 0) + 1
+
     def _next_or_end(self, now: float, stream: Outbound, error: KVStreamError) -> None:
         """This destination is out: on to the next candidate, to a pause before all are asked again, or to the end."""
+        if stream.peer is not None:
+            self._shared.commands.append(Declined(stream.peer, error))
         if stream.retry and stream.peer is not None and isinstance(error, Refused) and error.retry_after is not None:
             stream.refused(stream.peer, error.retry_after)
         if stream.candidates:
@@ -333,6 +352,7 @@ class Source:
         if now + wait >= stream.expires:
             return False
         stream.leave(Phase.PAUSING)
+        self._count(stream, None)
         stream.pauses += 1
         self._shared.timers.arm(now + wait, Timer.RETRY, stream.key)
         return True
@@ -436,6 +456,7 @@ class Source:
         shared = self._shared
         del self._streams[stream.key]
         self._names.remove(stream.name)
+        self._count(stream, None)
         self._drain.finished(now, 1, more=bool(self._streams))
         shared.timers.cancel(Timer.OUTBOUND, stream.key)
         shared.timers.cancel(Timer.RETRY, stream.key)
