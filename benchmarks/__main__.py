@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.options import Options
 from benchmarks.plot import render
 
-NAMES = ("connect", "notify", "overlap", "small", "transfer")
+NAMES = ("connect", "load", "notify", "overlap", "scale", "small", "transfer")
 
 
 def main() -> int:

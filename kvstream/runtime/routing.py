@@ -6,9 +6,9 @@ elsewhere. It never waits and never keeps state of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol, cast, overload
 
 import msgspec
 
@@ -16,7 +16,16 @@ from kvstream.discovery.records import WorkerRecord, parse_worker
 from kvstream.errors import ConfigError
 from kvstream.runtime.checks import text
 
-__all__ = ["Candidate", "LeastLoaded", "RouteRequest", "RoutingPolicy", "as_policy", "chosen", "named_candidates"]
+__all__ = [
+    "Candidate",
+    "Candidates",
+    "LeastLoaded",
+    "RouteRequest",
+    "RoutingPolicy",
+    "as_policy",
+    "chosen",
+    "named_candidates",
+]
 
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,8 +69,10 @@ class RoutingPolicy(Protocol):
         """Worker ids (`record.id`) to try, in order; none when no candidate will do, which is then asked again when the
         registry has news, for a bounded time.
 
-        `candidates` are all other workers that are known, fit or not, by name. `chance` gives random numbers from 0 to
-        1; a policy that draws no others is repeatable. What it raises is raised by entering the stream.
+        `candidates` are all other workers that are known, fit or not, in the order in which they joined; each is made
+        when it is looked at, so that a policy that looks at few costs little. `chance` gives random numbers from 0 to
+        1; a policy that draws no others is repeatable. It runs on the event loop. What it raises is raised by entering
+        the stream.
         """
         ...
 
@@ -75,17 +86,31 @@ class LeastLoaded:
     Fit are ready workers of our rank and layout that have `role` and enough free blocks. Load is the number of streams,
     and how full the slots towards it are, per free block. A worker that joined less than `warm_up` seconds ago counts
     as at least as loaded as the others are on average, less with time: what is empty because it is new must not attract
-    everything. Suspect workers, and those to be left alone for a while, come last.
+    everything. Suspect workers, and those to be left alone for a while, come last. Where there are more than `sample`
+    workers, only so many are looked at, unless too few of them will do.
     """
 
     role: str = "decode"
     choices: int = 2
     candidates: int = 3
     warm_up: float = 10.0
+    sample: int = 32
 
     def route(
         self, request: RouteRequest, candidates: Sequence[Candidate], chance: Callable[[], float]
     ) -> Sequence[str]:
+        if len(candidates) > self.sample:
+            drawn: dict[int, None] = {}
+            while len(drawn) < self.sample:
+                drawn[_draw(len(candidates), chance)] = None
+            some = self._order(request, [candidates[index] for index in drawn], chance, doubtful=False)
+            if len(some) == self.candidates:
+                return some
+        return self._order(request, candidates, chance, doubtful=True)
+
+    def _order(
+        self, request: RouteRequest, candidates: Iterable[Candidate], chance: Callable[[], float], *, doubtful: bool
+    ) -> list[str]:
         fit = [candidate for candidate in candidates if self._fits(request, candidate.record)]
         loads = {candidate.record.id: _load(candidate) for candidate in fit}
         settled = [loads[candidate.record.id] for candidate in fit if candidate.age >= self.warm_up]
@@ -97,16 +122,17 @@ class LeastLoaded:
         good = [candidate.record.id for candidate in fit if not candidate.suspect and not candidate.backoff]
         order: list[str] = []
         while good and len(order) < self.candidates:
-            drawn = [good[min(int(chance() * len(good)), len(good) - 1)]]
+            drawn: list[str] = []
             while len(drawn) < min(self.choices, len(good)):
                 rest = [worker for worker in good if worker not in drawn]
-                drawn.append(rest[min(int(chance() * len(rest)), len(rest) - 1)])
+                drawn.append(rest[_draw(len(rest), chance)])
             best = min(drawn, key=loads.__getitem__)
             order.append(best)
             good.remove(best)
-        doubtful = [candidate for candidate in fit if candidate.suspect or candidate.backoff]
-        doubtful.sort(key=lambda candidate: (candidate.suspect, candidate.backoff, candidate.record.id))
-        order += [candidate.record.id for candidate in doubtful]
+        if doubtful:
+            others = [candidate for candidate in fit if candidate.suspect or candidate.backoff]
+            others.sort(key=lambda candidate: (candidate.suspect, candidate.backoff, candidate.record.id))
+            order += [candidate.record.id for candidate in others]
         return order[: self.candidates]
 
     def _fits(self, request: RouteRequest, record: WorkerRecord) -> bool:
@@ -119,12 +145,36 @@ class LeastLoaded:
         )
 
 
+def _draw(count: int, chance: Callable[[], float]) -> int:
+    return min(int(chance() * count), count - 1)
+
+
 def _load(candidate: Candidate) -> float:
     """Streams, and a busy connection as one more, per free block: half the size is twice the load."""
     load = candidate.record.load
     streams = max(load.streams, candidate.streams)
     pressure = candidate.slots_used / candidate.slots if candidate.slots else 0.0
     return (1.0 + streams + pressure) / max(load.free_blocks, 1)
+
+
+class Candidates(Sequence[Candidate]):
+    """Workers as a policy sees them, each made when it is looked at."""
+
+    def __init__(self, records: Sequence[WorkerRecord], view: Callable[[WorkerRecord], Candidate]) -> None:
+        self._records = records
+        self._view = view
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
+    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
+        if isinstance(index, slice):
+            return Candidates(self._records[index], self._view)
+        return self._view(self._records[index])
 
 
 def as_policy(to: object) -> RoutingPolicy | None:

@@ -34,6 +34,7 @@ from kvstream.runtime.links import Links
 from kvstream.runtime.reports import RuntimeStats
 from kvstream.runtime.routing import (
     Candidate,
+    Candidates,
     LeastLoaded,
     RouteRequest,
     RoutingPolicy,
@@ -411,31 +412,28 @@ class Runtime:
         answer: object = to.route(request, self._candidates(), self._seams.rng.random)
         return chosen(to, answer, self._identity.shard.rank)
 
-    def _candidates(self) -> list[Candidate]:
+    def _candidates(self) -> Candidates:
         """All other workers, as the registry tells and as our own streams have found them."""
         streams, registry = self._streams, self._registry
         now, wall = streams.driver.now(), self._seams.wall()
-        suspects = set(registry.suspects())
-        found: list[Candidate] = []
-        for record in registry.workers():
-            if record.id == self.worker:
-                continue
+
+        def view(record: WorkerRecord) -> Candidate:
             live, connection = streams.core.towards(record.id)
             failures, backoff = streams.peers.backoff(record.id, now)
-            found.append(
-                Candidate(
-                    record=record,
-                    streams=live,
-                    slots=connection.slots if connection is not None else 0,
-                    slots_used=connection.slots_used if connection is not None else 0,
-                    stalled=connection.stalled if connection is not None else 0.0,
-                    age=streams.peers.age(record, now, wall),
-                    failures=failures,
-                    backoff=backoff,
-                    suspect=record.id in suspects,
-                )
+            return Candidate(
+                record=record,
+                streams=live,
+                slots=connection.slots if connection is not None else 0,
+                slots_used=connection.slots_used if connection is not None else 0,
+                stalled=connection.stalled if connection is not None else 0.0,
+                age=streams.peers.age(record, now, wall),
+                failures=failures,
+                backoff=backoff,
+                suspect=registry.is_suspect(record.id),
             )
-        return found
+
+        me = self.worker
+        return Candidates([record for record in registry.records() if record.id != me], view)
 
     @property
     def _streams(self) -> Streams:

@@ -14,7 +14,7 @@ from kvstream import ConfigError, KVLayout, KVPool, Offer, PeerLost, Refused, Ru
 from kvstream.discovery import DataAddress, Load, WorkerRecord
 from kvstream.errors import Cancelled, LayoutMismatch
 from kvstream.runtime.peers import Peers
-from kvstream.runtime.routing import Candidate, LeastLoaded, RouteRequest
+from kvstream.runtime.routing import Candidate, Candidates, LeastLoaded, RouteRequest
 from tests.conftest import LAYOUT, Cluster
 
 TOKENS = LAYOUT.block_tokens
@@ -128,6 +128,46 @@ def test_an_empty_newcomer_does_not_attract_everything() -> None:
     warm = first_choices(*others, candidate("new", streams=0, age=60.0))
     assert 150 < fresh["new"] < 350  # as if it were one of the others
     assert warm["new"] > 450  # every time that it is drawn
+
+
+def crowd(policy: Callable[[Sequence[Candidate]], Sequence[str]], records: list[WorkerRecord]) -> tuple[list[str], int]:
+    """What a policy says to so many workers, and how many it has looked at."""
+    looked: set[str] = set()
+
+    def view(record: WorkerRecord) -> Candidate:
+        looked.add(record.id)
+        return Candidate(record=record)
+
+    return list(policy(Candidates(records, view))), len(looked)
+
+
+def test_of_very_many_only_a_sample_is_looked_at() -> None:
+    chance = random.Random(3).random
+    firsts: Counter[str] = Counter()
+    for _ in range(1000):
+        order, looked = crowd(
+            lambda candidates: LeastLoaded().route(request(), candidates, chance), [record(f"w{n}") for n in range(200)]
+        )
+        assert (len(order), looked) == (3, 32)
+        firsts[order[0]] += 1
+    assert len(firsts) > 180
+    assert max(firsts.values()) < 30
+
+
+def test_few_that_fit_are_found_among_very_many() -> None:
+    records = [record(f"w{n}", free=0) for n in range(500)] + [record("a"), record("b", streams=9)]
+    order, looked = crowd(
+        lambda candidates: LeastLoaded().route(request(), candidates, random.Random(1).random), records
+    )
+    assert (order, looked) == (["a/0", "b/0"], 502)
+
+
+def test_candidates_are_a_sequence() -> None:
+    records = [record(f"w{n}") for n in range(5)]
+    candidates = Candidates(records, lambda each: Candidate(record=each))
+    assert [each.record.name for each in candidates] == [f"w{n}" for n in range(5)]
+    assert [each.record.name for each in candidates[1:3]] == ["w1", "w2"]
+    assert candidates[-1].record.name == "w4"
 
 
 def test_who_is_to_be_left_alone_or_is_suspect_comes_last() -> None:
@@ -267,8 +307,9 @@ async def test_a_policy_of_the_users_picks_the_destination(cluster: Cluster) -> 
     asked, candidates = policy.asked[0]
     assert (asked.stream, asked.tokens, asked.blocks, asked.share_class, asked.priority) == ("s1", TOKENS, 1, "gold", 3)
     assert asked.me.id == "prefill-0/0"
-    assert [each.record.id for each in candidates] == ["decode-0/0", "decode-1/0"]
-    assert policy.asked[1][1][1].slots == 4  # there is a connection now
+    assert sorted(each.record.id for each in candidates) == ["decode-0/0", "decode-1/0"]
+    connected = {each.record.id for each in policy.asked[1][1] if each.slots == 4}
+    assert connected == {"decode-1/0"}
 
 
 async def test_a_runtimes_own_policy_is_used_where_a_stream_names_none(cluster: Cluster) -> None:
