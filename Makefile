@@ -19,7 +19,7 @@ test: $(VENV)/.dev
 
 # The peer that kvstream is measured against brings its own UCX; --no-deps, since it would bring PyTorch as well.
 bench: $(VENV)/.bench
-	for name in transfer overlap small connect notify; do $(BIN)/python -m benchmarks $$name $(BENCH_ARGS) || exit 1; done
+	for name in transfer overlap small connect notify load scale; do $(BIN)/python -m benchmarks $$name $(BENCH_ARGS) || exit 1; done
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

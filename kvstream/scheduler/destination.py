@@ -81,7 +81,7 @@ class Destination:
 
     def waits_for_room(self, link: Link) -> bool:
         """Whether announced chunks wait because the link's share of reads is under way."""
-        return self._turns.waits_for_room(link.id)
+        return link.reading >= self._shared.config.peer_moves and self._turns.waits_for_room(link.id)
 
     # ------------------------------------------------------------------ the user's events
 

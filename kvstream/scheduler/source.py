@@ -75,7 +75,7 @@ class Source:
 
     def waits_for_slot(self, link: Link) -> bool:
         """Whether any stream has something ready, and the link no slot for it."""
-        return self._turns.waits_for_room(link.id)
+        return not link.free and self._turns.waits_for_room(link.id)
 
     @property
     def idle(self) -> bool:
