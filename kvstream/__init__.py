@@ -21,13 +21,15 @@ from kvstream.errors import (
 )
 from kvstream.layout import KVLayout, Shard
 from kvstream.memory import KVPool
-from kvstream.runtime.reports import StreamReport
+from kvstream.runtime.reports import RuntimeStats, StreamReport
+from kvstream.runtime.routing import Candidate, LeastLoaded, RouteRequest, RoutingPolicy
 from kvstream.runtime.runtime import Runtime
 from kvstream.runtime.sessions import Offer, ReceiveStream, SendStream
 
 __all__ = [
     "BrokerUnavailable",
     "Cancelled",
+    "Candidate",
     "ConfigError",
     "Corrupted",
     "DeadlineExceeded",
@@ -36,13 +38,17 @@ __all__ = [
     "KVPool",
     "KVStreamError",
     "LayoutMismatch",
+    "LeastLoaded",
     "Offer",
     "PeerLost",
     "ProtocolError",
     "ReceiveStream",
     "Refused",
+    "RouteRequest",
+    "RoutingPolicy",
     "Runtime",
     "RuntimeConfig",
+    "RuntimeStats",
     "SendStream",
     "Shard",
     "StreamReport",

@@ -6,6 +6,7 @@ It holds values and their validation only; who reads files, environment and flag
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import msgspec
 
@@ -46,13 +47,49 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Cap on the staging memory of all connections of the process, quarantined memory included: slots * slot_bytes per
     connection on its source, and on its destination too for the lanes get and put. Pages are taken when first used."""
 
+    # -- shares and order
+    share_weights: dict[str, float] = {}
+    """Weights of the classes that streams name as `share_class`; a class that is not named here weighs 1. While several
+    have work, each gets bytes in proportion to its weight, on the source and on the destination."""
+    short_bytes: int = 32 * MiB
+    """Streams of up to this size, all layers counted, need not wait for longer ones of their class: while both have
+    work, each kind gets every other turn (counted in bytes)."""
+    patience: float = 10.0
+    """Within a class and kind the earliest deadline goes first, but a stream counts as due after this time at the
+    latest: beyond it the order is that of age, so that far deadlines do not starve."""
+    priority_step: float = 0.01
+    """A stream goes before others as if its deadline were this much earlier for each unit of its priority."""
+    stream_share: float = 0.75
+    """How much of a connection's slots one stream may hold (rounded up): the others stay open for its neighbours."""
+    moves: int = 16
+    """Destination: chunks that are being brought in at a time, over all connections. What is announced beyond that
+    waits in its order, so that an urgent one never has more than this before it."""
+    peer_moves: int = 8
+    """How many of those may be of one connection."""
+
+    stall_warning: float = 1.0
+    """A peer that owes confirmations, or bytes, for this long without progress is named in a log event "credit stall";
+    and again whenever the time has doubled."""
+    quarantine_limit: int = 256 * MiB
+    """Staging memory that broken connections of one peer may keep because no fence was reached yet: beyond it there is
+    no new connection with that peer."""
+
     # -- bounds on streams
     max_streams: int = 16384
     """Live streams per runtime and direction; beyond it `send` raises Refused and offers are refused."""
+    max_receiving: int = 256
+    """Accepted streams at a time, and offers that an on_offer handler is working at: while there are so many, further
+    offers are not handed to the handler but wait. What a receive() waits for is taken at once."""
     max_pending_offers: int = 1024
-    """Offers that wait for a receive() or an on_offer handler's answer."""
+    """Offers that wait for a receive() or an on_offer handler's answer; beyond it they are refused. While several
+    classes have offers waiting, each may fill its share only."""
+    max_pending_tokens: int = 1 << 24
+    """The same, in tokens of all offers that wait. A single offer may be larger."""
     offer_wait: float = 10.0
     """How long an offer waits for an answer before it is refused."""
+    reservation_timeout: float = 60.0
+    """A receive() or an accepted offer of which not one chunk has come after this time ends, and gives its blocks back,
+    although its deadline may be later."""
 
     # -- waits
     deadline: float = 60.0
@@ -84,6 +121,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
                 if not isinstance(value, bool):
                     raise ConfigError(field.name, f"must be true or false, is {value!r}")
                 continue
+            if field.name == "share_weights":
+                _check_weights(value)
+                continue
             if isinstance(value, bool) or not isinstance(value, int if field.type is int else int | float):
                 kind = "an integer" if field.type is int else "a number"
                 raise ConfigError(field.name, f"must be {kind}, is {value!r}")
@@ -103,6 +143,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(field, f"must be at least 64, is {getattr(self, field)}")
         if self.put_window < 64 << 10:
             raise ConfigError("put_window", f"must be at least {64 << 10}, is {self.put_window}")
+        if self.stream_share > 1:
+            raise ConfigError("stream_share", f"must be at most 1, is {self.stream_share}")
         if self.stall_timeout < 2 * self.beat_interval:
             raise ConfigError(
                 "stall_timeout",
@@ -110,3 +152,13 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.lease_ttl < 1 or self.lease_ttl != int(self.lease_ttl):
             raise ConfigError("lease_ttl", f"must be whole seconds, at least 1 (NATS), is {self.lease_ttl}")
+
+
+def _check_weights(weights: object) -> None:
+    if not isinstance(weights, dict):
+        raise ConfigError("share_weights", f"must be a dict of class names to weights, is {weights!r}")
+    for name, weight in cast("dict[object, object]", weights).items():
+        if not isinstance(name, str):
+            raise ConfigError("share_weights", f"a class is named by a string, not by {name!r}")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 1e-6 <= weight <= 1e6:
+            raise ConfigError("share_weights", f"the weight of {name!r} must be from 1e-6 to 1e6, is {weight!r}")

@@ -26,6 +26,7 @@ __all__ = [
     "MAX_PAYLOAD",
     "MAX_PRIORITY",
     "MAX_SECONDS",
+    "MAX_SHARE",
     "MAX_STREAM_ID",
     "MIN_VERSION",
     "VERSION",
@@ -67,6 +68,8 @@ MAX_STREAM_ID = 256
 MAX_COUNT = 2**32 - 1
 """Largest number of tokens of a stream; chunks, blocks, layers and slots are bounded alike."""
 MAX_PRIORITY = 1000
+MAX_SHARE = 64
+"""Longest name of a share class, in characters."""
 MAX_SECONDS = 1e9
 """Longest time that a frame can name."""
 
@@ -136,7 +139,8 @@ class Reject(_Frame, tag=4, frozen=True):
 
 
 class Offer(_Frame, tag=5, frozen=True):
-    """Source: take this stream. `deadline` is what is left of it, in seconds, at the time of sending."""
+    """Source: take this stream. `deadline` is what is left of it, in seconds, at the time of sending; `share` the class
+    that its work is counted to."""
 
     num: U32
     epoch: U32
@@ -145,6 +149,7 @@ class Offer(_Frame, tag=5, frozen=True):
     deadline: Seconds | None = None
     priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     metadata: Blob = b""
+    share: Short = ""
 
 
 class Accept(_Frame, tag=6, frozen=True):

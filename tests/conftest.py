@@ -12,6 +12,7 @@ import pytest
 
 from kvstream import KVLayout, KVPool, Runtime, RuntimeConfig
 from kvstream.discovery import MemoryBroker, MemoryBrokerServer
+from kvstream.runtime.routing import RoutingPolicy
 from kvstream.transport.base import StagingBudget
 from kvstream.transport.inproc import InprocNetwork, InprocTransport
 from tests.fake_cupy import FakeCupy
@@ -63,6 +64,7 @@ class Cluster:
         roles: tuple[str, ...] = ("decode",),
         config: RuntimeConfig | None = None,
         pool: KVPool | None = None,
+        routing: RoutingPolicy | None = None,
     ) -> Runtime:
         """Start a worker; it is closed with the test."""
         broker = await self._stack.enter_async_context(MemoryBroker(self.hub))
@@ -74,6 +76,7 @@ class Cluster:
             pool=pool or KVPool.allocate(layout, blocks=blocks),
             lanes="local",
             config=config or RuntimeConfig(slots=4, slot_bytes=1024),
+            routing=routing,
             broker=broker,
             transport=transport,
         )

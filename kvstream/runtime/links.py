@@ -32,6 +32,7 @@ from kvstream.errors import (
 from kvstream.layout import KVLayout, describe_mismatch
 from kvstream.log import get_logger
 from kvstream.runtime.identity import Identity
+from kvstream.runtime.reports import Quarantine
 from kvstream.runtime.seams import Seams
 from kvstream.scheduler.driver import Driver
 from kvstream.transport.base import Connection, Lane, ListenAddress, Transport
@@ -95,6 +96,8 @@ class Links:
         self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._fences: set[asyncio.Task[None]] = set()
+        self._unfenced: dict[str, list[Connection]] = {}
+        """Broken connections by peer whose staging memory is still not given back."""
         block_bytes = identity.layout.block_bytes
         self._slot_bytes = max(config.slot_bytes, block_bytes)
         self.frames_refused = 0
@@ -122,6 +125,18 @@ class Links:
         link = self._links.get(link_id)
         if link is not None:
             self._close(link, error)
+
+    def quarantined(self) -> list[Quarantine]:
+        """The peers whose broken connections keep staging memory, in the order in which they broke."""
+        found: list[Quarantine] = []
+        for peer, connections in list(self._unfenced.items()):
+            kept = [connection for connection in connections if connection.quarantined]
+            if kept:
+                self._unfenced[peer] = kept
+                found.append(Quarantine(peer=peer, bytes=sum(connection.quarantined for connection in kept)))
+            else:
+                del self._unfenced[peer]
+        return found
 
     def replaced(self, peer: str, incarnation: str) -> None:
         """The registry knows `peer` as this incarnation: end the connections with any other."""
@@ -188,6 +203,7 @@ class Links:
         record = self._directory.lookup(peer)
         if record is None:
             raise UnknownWorker("to", f"no worker {peer!r} is registered")
+        self._check_quarantine(peer)
         connection = await self._dial_transport(record)
         link = self._add(connection, peer)
         try:
@@ -291,6 +307,7 @@ class Links:
         expected = wire.proof(record.key, "hello", nonce, hello.worker, hello.incarnation, mine.incarnation)
         if not hmac.compare_digest(hello.proof, expected):
             raise Fenced(f"the proof of {hello.worker} incarnation {hello.incarnation[:8]} is wrong")
+        self._check_quarantine(hello.worker)
         try:
             version, answer = self._agree(link, hello)
         except KVStreamError as error:
@@ -309,6 +326,17 @@ class Links:
             self._driver.now(), link.id, link.peer, outgoing=False, slots=connection.slots, slot_blocks=0
         )
         self._driver.pump()
+
+    def _check_quarantine(self, peer: str) -> None:
+        """A peer that keeps breaking connections without letting go of them gets no further memory to hold on to."""
+        limit = self._config.quarantine_limit
+        held = sum(each.bytes for each in self.quarantined() if each.peer == peer)
+        if held > limit:
+            raise Refused(
+                f"{peer}: its broken connections keep {held} bytes of staging memory that may still be touched; more"
+                f" than {limit} (quarantine_limit): nothing new with it until they are given back",
+                retry_after=self._config.stall_timeout,
+            )
 
     def _agree(self, link: _Link, hello: wire.Hello) -> tuple[int, bytes]:
         """The version, and the answer to the lane offer, of a peer that has proven who it is."""
@@ -396,8 +424,13 @@ class Links:
             # Whoever waits for a handshake frame is told by a frame, as a peer would have done it, after what the peer
             # itself has said. (A full inbox holds more than a handshake takes.)
             link.inbox.put_nowait(wire.Reject(error.code, str(error)[:1000]))
-        self._spawn(self._fences, link.connection.fence(), f"fence {link.peer}")
+        self._spawn(self._fences, self._fence(link), f"fence {link.peer}")
         self._driver.core.link_lost(self._driver.now(), link.id, error)
+
+    async def _fence(self, link: _Link) -> None:
+        await link.connection.fence()
+        if link.connection.quarantined:
+            self._unfenced.setdefault(link.peer, []).append(link.connection)
 
     def _spawn(self, group: set[asyncio.Task[None]], work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = self._loop.create_task(work, name=name)

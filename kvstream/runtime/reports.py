@@ -1,10 +1,12 @@
-"""What a stream's end tells the user: plain data, the same on both sides."""
+"""What the user is told: a stream's end, the same on both sides, and a runtime's state. Plain data, nothing else."""
 
 from __future__ import annotations
 
 import msgspec
 
-__all__ = ["StreamReport"]
+from kvstream.scheduler.stats import PeerState, StreamState
+
+__all__ = ["Quarantine", "RuntimeStats", "StreamReport"]
 
 
 class StreamReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,3 +29,34 @@ class StreamReport(msgspec.Struct, frozen=True, kw_only=True):
     ended: float
     layer_times: tuple[float, ...]
     provisional: bool = False
+
+
+class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer whose broken connections keep staging memory, in bytes, because their fence is not reached yet."""
+
+    peer: str
+    bytes: int
+
+
+class RuntimeStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A runtime at one moment. Counts are totals since its start, sizes bytes.
+
+    `streams` are the live ones: what each waits for, and how long. `offers_waiting` and `tokens_waiting` are offers
+    that nobody has answered yet, and their tokens in all. `staging_used` includes `staging_quarantined`, which
+    `quarantined` breaks down by peer. `ended` counts streams by the code of their end ("done" or an error's), both
+    directions.
+    """
+
+    streams: tuple[StreamState, ...]
+    peers: tuple[PeerState, ...]
+    offers_waiting: int
+    tokens_waiting: int
+    staging_used: int
+    staging_limit: int
+    staging_quarantined: int
+    quarantined: tuple[Quarantine, ...]
+    offers_refused: int
+    stalls: int
+    stale_frames: int
+    protocol_errors: int
+    ended: tuple[tuple[str, int], ...]

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvstream import wire
 from kvstream.config import RuntimeConfig
-from kvstream.discovery import Changed, Joined, Registry, connect_broker
+from kvstream.discovery import Changed, Joined, Left, Registry, connect_broker
 from kvstream.discovery.broker import Broker
 from kvstream.discovery.records import DataAddress, Load, WorkerRecord, check_name
 from kvstream.errors import BrokerUnavailable, ConfigError, Fenced, KVStreamError, Refused, UnknownWorker
@@ -31,7 +31,17 @@ from kvstream.memory import KVPool
 from kvstream.runtime.checks import instance, seconds, text, whole
 from kvstream.runtime.identity import Identity
 from kvstream.runtime.links import Links
-from kvstream.runtime.routing import default_candidates, named_candidates
+from kvstream.runtime.reports import RuntimeStats
+from kvstream.runtime.routing import (
+    Candidate,
+    Candidates,
+    LeastLoaded,
+    RouteRequest,
+    RoutingPolicy,
+    as_policy,
+    chosen,
+    named_candidates,
+)
 from kvstream.runtime.seams import Seams
 from kvstream.runtime.sessions import ReceiveStream, SendStream
 from kvstream.runtime.streams import OfferHandler, Streams
@@ -47,6 +57,7 @@ class Runtime:
     them. `nats` is a URL; None means the environment, then the selected NATS context, then this user's running
     `kvstream server`. `lanes` is "auto" or the lanes that are allowed. The data plane listens on
     loopback unless `data_interface` names an interface or address: who reaches its port can write into this process.
+    `routing` picks the destination of streams that name none (default: `LeastLoaded()`).
     `broker`, `transport` and `seams` replace the parts of that name (tests, simulation); they are not closed here.
 
     Entering raises ConfigError, BrokerUnavailable, or Fenced when the name is held by another living worker.
@@ -63,6 +74,7 @@ class Runtime:
         data_interface: str | None = None,
         shard: Shard | None = None,
         config: RuntimeConfig | None = None,
+        routing: RoutingPolicy | None = None,
         broker: Broker | None = None,
         transport: Transport | None = None,
         seams: Seams | None = None,
@@ -74,6 +86,9 @@ class Runtime:
         self._identity = Identity.create(text("name", name, 64), rank, pool.layout, self._seams)
         self._roles = _roles(roles)
         self._lanes = _lanes(lanes, local=transport is not None)
+        self._routing = LeastLoaded() if routing is None else as_policy(routing)
+        if self._routing is None:
+            raise ConfigError("routing", f"must be an object with a method `route` (RoutingPolicy), is {routing!r}")
         self._nats = nats
         self._data_interface = data_interface
         self._broker = broker
@@ -85,6 +100,7 @@ class Runtime:
         self._streams_or_none: Streams | None = None
         self._registry_or_none: Registry | None = None
         self._record: WorkerRecord | None = None
+        self._staging = StagingBudget(self.config.staging_limit) if transport is None else transport.budget
         self._load_changed = asyncio.Event()
         self._log = get_logger("runtime", worker=self._identity.worker)
 
@@ -120,14 +136,14 @@ class Runtime:
         if broker is None:
             broker = await connect_broker(self._nats, rng=self._seams.rng)
             stack.push_async_callback(broker.aclose)
-        streams = Streams(self.pool, config, self._seams.clock)
+        streams = Streams(self.pool, config, self._seams.clock, self._seams.rng.random)
         stack.callback(streams.driver.stop)
         registry = await stack.enter_async_context(
             Registry(broker, ttl=config.lease_ttl, clock=asyncio.get_running_loop().time, rng=self._seams.rng)
         )
         transport = self._transport
         if transport is None:
-            transport = _ucx_transport(self._data_interface, self._lanes, config)
+            transport = _ucx_transport(self._data_interface, self._lanes, self._staging, config.put_window)
             stack.push_async_callback(transport.aclose)
         transport.expose(streams.slabs)
         links = Links(
@@ -150,7 +166,7 @@ class Runtime:
         self._record = self._describe(address)
         await registry.register(self._record, on_fenced=self._on_fenced)
         stack.push_async_callback(self._unregister)
-        follower = asyncio.create_task(self._follow(registry, links), name=f"peers of {self.worker}")
+        follower = asyncio.create_task(self._follow(registry, streams), name=f"peers of {self.worker}")
         stack.push_async_callback(_end_task, follower)
         publisher = asyncio.create_task(self._publish_loads(registry), name=f"load of {self.worker}")
         stack.push_async_callback(_end_task, publisher)
@@ -199,12 +215,15 @@ class Runtime:
             except Fenced:
                 return
 
-    async def _follow(self, registry: Registry, links: Links) -> None:
+    async def _follow(self, registry: Registry, streams: Streams) -> None:
         """A worker that came back under its name is a new peer: connections to the one before lead nowhere."""
         async with registry.watch() as changes:
             async for change in changes:
                 if isinstance(change, Joined | Changed):
-                    links.replaced(change.record.id, change.record.incarnation)
+                    streams.peers.seen(change.record, streams.driver.now())
+                    streams.links.replaced(change.record.id, change.record.incarnation)
+                elif isinstance(change, Left):
+                    streams.peers.left(change.record.id)
 
     def _on_fenced(self, error: Fenced) -> None:
         """Another incarnation holds our name: nothing new may start here, and what runs must end."""
@@ -245,39 +264,85 @@ class Runtime:
         """The workers of the cluster: `workers()`, `lookup()`, `watch()`."""
         return self._registry
 
+    def stats(self) -> RuntimeStats:
+        """The state of this moment: live streams and what they wait for, connections, offers, staging, totals."""
+        streams, budget = self._streams, self._staging
+        core = streams.core
+        offers, tokens = core.offers_waiting
+        counters = core.counters
+        return RuntimeStats(
+            streams=tuple(core.stream_states(streams.driver.now())),
+            peers=tuple(core.peer_states()),
+            offers_waiting=offers,
+            tokens_waiting=tokens,
+            staging_used=budget.used,
+            staging_limit=budget.limit,
+            staging_quarantined=budget.quarantined,
+            quarantined=tuple(streams.links.quarantined()),
+            offers_refused=counters.offers_refused,
+            stalls=counters.stalls,
+            stale_frames=counters.stale_frames,
+            protocol_errors=counters.protocol_errors,
+            ended=tuple(counters.ended.items()),
+        )
+
     def send(
         self,
         stream: str,
         *,
         blocks: Sequence[int] | npt.NDArray[np.integer[Any]],
         tokens: int,
-        to: str | Sequence[str] | None = None,
+        to: str | Sequence[str] | RoutingPolicy | None = None,
         deadline: float | None = None,
         priority: int = 0,
+        share_class: str = "",
         metadata: Any = None,
+        retry: bool = False,
         growing: bool = False,
     ) -> SendStream:
         """Offer a stream and send it layer by layer as `layer_ready` is called: `async with rt.send(...) as tx`.
 
         `blocks` is the block table of the prompt's `tokens` in the pool (with `growing=True` it may be short and is
-        completed by `tx.extend`). `to` names a worker, or several that are tried in order, or None for the least loaded
-        decode worker. `deadline` is in seconds from now (default: config.deadline), `metadata` goes to the
-        destination's offer handler. Raises ConfigError at once for bad values; entering it raises UnknownWorker or
-        Refused.
+        completed by `tx.extend`). `to` names a worker, or several that are tried in order, or is a RoutingPolicy that
+        picks them; None is the runtime's own policy. `deadline` is in seconds from now (default: config.deadline),
+        `metadata` goes to the destination's offer handler.
+
+        While more is ready than can be moved, classes (`share_class`: a tenant, a kind of work) get bytes in proportion
+        to config.share_weights; within a class short streams and long ones take turns, and of a kind the earliest
+        deadline goes first, each unit of `priority` (-1000 to 1000) counting as config.priority_step seconds. Both
+        sides order alike.
+
+        Candidates that refuse with a `retry_after` can be asked again: with `retry` those that did are, after as long a
+        pause as they advise, until the deadline. Raises ConfigError at once for bad values; entering it raises
+        UnknownWorker or Refused.
         """
         streams = self._streams
         tokens = whole("tokens", tokens, 1, wire.MAX_COUNT)
         ids = streams.block_table(blocks, tokens, growing=growing)
-        candidates = None if to is None else named_candidates(to, self._identity.shard.rank)
+        name = text("stream", stream, wire.MAX_STREAM_ID)
+        priority = whole("priority", priority, -wire.MAX_PRIORITY, wire.MAX_PRIORITY)
+        share = text("share_class", share_class, wire.MAX_SHARE) if share_class != "" else ""
+        policy = self._routing if to is None else as_policy(to)
+        candidates = named_candidates(to, self._identity.shard.rank) if policy is None else []
+        request = RouteRequest(
+            stream=name,
+            tokens=tokens,
+            blocks=self.pool.layout.blocks_for(tokens),
+            share_class=share,
+            priority=priority,
+            me=self.record,
+        )
         return SendStream(
             streams,
-            text("stream", stream, wire.MAX_STREAM_ID),
+            name,
             ids,
             tokens,
-            route=lambda: self._route(candidates, len(ids)),
+            route=lambda: self._route(request, policy or candidates),
             deadline=self.config.deadline if deadline is None else seconds("deadline", deadline),
-            priority=whole("priority", priority, -wire.MAX_PRIORITY, wire.MAX_PRIORITY),
+            priority=priority,
+            share=share,
             metadata=wire.encode_metadata(metadata),
+            retry=instance("retry", retry, bool),
         )
 
     def receive(
@@ -318,35 +383,60 @@ class Runtime:
 
     # ------------------------------------------------------------------ helpers
 
-    async def _route(self, candidates: list[str] | None, blocks: int) -> list[str]:
+    async def _route(self, request: RouteRequest, to: RoutingPolicy | list[str]) -> list[str]:
         """Workers to try, in order. When none of them is there yet, the registry's news is awaited, bounded."""
         registry = self._registry
-        found = self._choose(candidates, blocks)
+        found = self._choose(request, to)
         if found:
             return found
         try:
             async with asyncio.timeout(self.config.connect_timeout / 2), registry.watch() as changes:
                 async for _ in changes:
-                    found = self._choose(candidates, blocks)
+                    found = self._choose(request, to)
                     if found:
                         return found
         except TimeoutError:
             pass
         cut = "" if registry.connected else " (the broker can't be reached right now, so this may be out of date)"
         there = ", ".join(record.id for record in registry.workers()[:20]) or "none"
-        if candidates is None:
-            rank = self._identity.shard.rank
-            raise Refused(
-                f"no decode worker of rank {rank} with this layout and {blocks} free blocks among {there}{cut}",
-                retry_after=0.5,
-            )
-        raise UnknownWorker("to", f"no worker {' or '.join(candidates)} is registered; there are {there}{cut}")
+        if isinstance(to, list):
+            raise UnknownWorker("to", f"no worker {' or '.join(to)} is registered; there are {there}{cut}")
+        rank = self._identity.shard.rank
+        raise Refused(
+            f"{type(to).__name__} found no worker of rank {rank} with this layout and {request.blocks} free blocks"
+            f" among {there}{cut}",
+            retry_after=0.5,
+        )
 
-    def _choose(self, candidates: list[str] | None, blocks: int) -> list[str]:
+    def _choose(self, request: RouteRequest, to: RoutingPolicy | list[str]) -> list[str]:
         registry = self._registry
-        if candidates is None:
-            return default_candidates(registry.workers(), self.record, blocks)
-        return candidates if any(registry.lookup(worker) is not None for worker in candidates) else []
+        if isinstance(to, list):
+            return to if any(registry.lookup(worker) is not None for worker in to) else []
+        answer: object = to.route(request, self._candidates(), self._seams.rng.random)
+        return chosen(to, answer, self._identity.shard.rank)
+
+    def _candidates(self) -> Candidates:
+        """All other workers, as the registry tells and as our own streams have found them."""
+        streams, registry = self._streams, self._registry
+        now, wall = streams.driver.now(), self._seams.wall()
+
+        def view(record: WorkerRecord) -> Candidate:
+            live, connection = streams.core.towards(record.id)
+            failures, backoff = streams.peers.backoff(record.id, now)
+            return Candidate(
+                record=record,
+                streams=live,
+                slots=connection.slots if connection is not None else 0,
+                slots_used=connection.slots_used if connection is not None else 0,
+                stalled=connection.stalled if connection is not None else 0.0,
+                age=streams.peers.age(record, now, wall),
+                failures=failures,
+                backoff=backoff,
+                suspect=registry.is_suspect(record.id),
+            )
+
+        me = self.worker
+        return Candidates([record for record in registry.records() if record.id != me], view)
 
     @property
     def _streams(self) -> Streams:
@@ -388,9 +478,8 @@ def _lanes(lanes: object, *, local: bool) -> tuple[Lane, ...]:
     return tuple(found)
 
 
-def _ucx_transport(interface: str | None, lanes: tuple[Lane, ...], config: RuntimeConfig) -> Transport:
+def _ucx_transport(interface: str | None, lanes: tuple[Lane, ...], budget: StagingBudget, put_window: int) -> Transport:
     # Imported late: a process that brings its own transport needs no ucxx.
     from kvstream.transport.ucx import UcxTransport
 
-    budget = StagingBudget(config.staging_limit)
-    return UcxTransport(interface=interface, budget=budget, lanes=lanes, put_window=config.put_window)
+    return UcxTransport(interface=interface, budget=budget, lanes=lanes, put_window=put_window)

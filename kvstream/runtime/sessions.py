@@ -151,12 +151,16 @@ class SendStream(_Stream):
         route: Callable[[], Awaitable[Sequence[str]]],
         deadline: float,
         priority: int,
+        share: str,
         metadata: bytes,
+        retry: bool,
     ) -> None:
         super().__init__(streams, name, ids, tokens)
         self._route = route
         self._deadline = deadline
         self._priority = priority
+        self._share = share
+        self._retry = retry
         self._metadata = metadata
         self._marks: deque[tuple[int, int, int, float, object | None]] = deque()
         self._wake_due = False
@@ -180,7 +184,13 @@ class SendStream(_Stream):
             ) from None
         remaining = self._deadline - (self._streams.driver.now() - start)
         self._streams.open_send(
-            self, candidates, deadline=max(remaining, 0.0), priority=self._priority, metadata=self._metadata
+            self,
+            candidates,
+            deadline=max(remaining, 0.0),
+            priority=self._priority,
+            share=self._share,
+            metadata=self._metadata,
+            retry=self._retry,
         )
         return self
 
@@ -443,6 +453,7 @@ class Offer:
         self.tokens = command.tokens
         self.epoch = command.epoch
         self.priority = command.priority
+        self.share_class = command.share
         self.deadline = command.deadline
         """What was left of the stream's deadline when the offer was sent, in seconds."""
         self.metadata: Any = wire.decode_payload(command.metadata)

@@ -23,8 +23,9 @@ from kvstream.memory import KVPool
 from kvstream.runtime.checks import whole
 from kvstream.runtime.copies import Copies
 from kvstream.runtime.links import Links
+from kvstream.runtime.peers import Peers
 from kvstream.runtime.sessions import BlockIds, Offer, ReceiveStream, SendStream
-from kvstream.scheduler.commands import Accepted, Arrived, Ended, Move, Offered, Stage, Withdrawn
+from kvstream.scheduler.commands import Accepted, Arrived, Declined, Ended, Move, Offered, Stage, Stalled, Withdrawn
 from kvstream.scheduler.core import Scheduler
 from kvstream.scheduler.driver import Driver
 from kvstream.transport.base import Connection, Slab
@@ -40,15 +41,25 @@ class Streams:
 
     links: Links
 
-    def __init__(self, pool: KVPool, config: RuntimeConfig, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, pool: KVPool, config: RuntimeConfig, clock: Callable[[], float], jitter: Callable[[], float]
+    ) -> None:
         self.pool = pool
         self.clock = clock
         self.config = config
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._log = get_logger("streams")
-        self.core = Scheduler(config, layers=pool.layout.layers, block_tokens=pool.layout.block_tokens)
+        layout = pool.layout
+        self.core = Scheduler(
+            config,
+            layers=layout.layers,
+            block_tokens=layout.block_tokens,
+            block_bytes=layout.block_bytes,
+            jitter=jitter,
+        )
         self.driver = Driver(self.core, self, self._loop)
+        self.peers = Peers()
         self._sessions: dict[int, SendStream | ReceiveStream] = {}
         self._written = np.zeros(pool.blocks, bool)
         """Blocks that a live inbound stream may write: two streams never share one."""
@@ -94,7 +105,15 @@ class Streams:
         return ids[:needed]
 
     def open_send(
-        self, session: SendStream, candidates: Sequence[str], *, deadline: float, priority: int, metadata: bytes
+        self,
+        session: SendStream,
+        candidates: Sequence[str],
+        *,
+        deadline: float,
+        priority: int,
+        share: str,
+        metadata: bytes,
+        retry: bool,
     ) -> None:
         session.key = self.core.send(
             self.driver.now(),
@@ -104,7 +123,9 @@ class Streams:
             candidates=candidates,
             deadline=deadline,
             priority=priority,
+            share=share,
             metadata=metadata,
+            retry=retry,
         )
         self._sessions[session.key] = session
         # Not at once: a send wakes the peer, which may cost this thread its core.
@@ -142,7 +163,7 @@ class Streams:
 
     def fail_waiting(self, names: Sequence[str], error: KVStreamError) -> None:
         """Their source has said that it can't connect to us: who waits for these streams need not wait on."""
-        self.core.fail_waiting(names, error)
+        self.core.fail_waiting(self.driver.now(), names, error)
         self.driver.pump()
 
     def refuse_offer(self, offer_id: int, error: KVStreamError) -> None:
@@ -236,9 +257,13 @@ class Streams:
     def move(self, command: Move) -> None:
         self._copies.move(command)
 
-    def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended) -> None:
+    def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended | Stalled | Declined) -> None:
         if isinstance(command, Offered):
             self._offered(command)
+        elif isinstance(command, Stalled):
+            self._stalled(command)
+        elif isinstance(command, Declined):
+            self.peers.failed(command.peer, command.error, self.driver.now())
         elif isinstance(command, Withdrawn):
             task = self._offer_tasks.get(command.offer)
             if task is not None:
@@ -249,6 +274,8 @@ class Streams:
             connection = self.links.connection(command.link)
             lane = connection.lane if connection is not None else None
             session.on_accepted(command, lane or "")
+            if isinstance(session, SendStream):
+                self.peers.took(command.peer)
             self._load_changed()
         elif isinstance(command, Arrived):
             if isinstance(session, ReceiveStream):
@@ -282,6 +309,18 @@ class Streams:
         self._pumped.set()
 
     # ------------------------------------------------------------------ helpers
+
+    def _stalled(self, command: Stalled) -> None:
+        what = "confirmations of what we announced" if command.outgoing else "bytes that we read"
+        self._log.warning(
+            "credit stall",
+            peer=command.peer,
+            waits_for=what,
+            seconds=round(command.seconds, 3),
+            chunks=command.chunks,
+            streams=command.streams,
+            example=command.example,
+        )
 
     def _load_changed(self) -> None:
         if self._on_load_changed is not None:

@@ -12,12 +12,14 @@ __all__ = [
     "Accepted",
     "Arrived",
     "Command",
+    "Declined",
     "Dial",
     "Drop",
     "Ended",
     "Move",
     "Offered",
     "Stage",
+    "Stalled",
     "Transmit",
     "Withdrawn",
 ]
@@ -68,8 +70,9 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class Move:
     """Destination: bring the chunk's bytes into the blocks [first, first+count) of the stream's table, in `layers`
-    layers from `layer` on; then `moved` or `move_failed`. If the stream has ended in the meantime its memory must not
-    be touched, but the report is due all the same."""
+    layers from `layer` on. Report `moving` when it is begun; then `moved` or `move_failed`. If the stream has ended in
+    the meantime its memory must not be touched, but the reports are due all the same. `num` is the stream's number on
+    its link."""
 
     link: int
     stream: int
@@ -83,6 +86,7 @@ class Move:
     checksum: int
     order: tuple[float, int, int]
     layers: int = 1
+    num: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ class Offered:
     priority: int
     deadline: float | None
     metadata: bytes
+    share: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,14 @@ class Accepted:
     peer: str
     link: int
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """Source: `peer` did not take a stream, could not be reached, or was lost with it."""
+
+    peer: str
+    error: KVStreamError
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,4 +151,17 @@ class Ended:
     provisional: bool
 
 
-Command = Dial | Transmit | Drop | Stage | Move | Offered | Withdrawn | Accepted | Arrived | Ended
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """A peer has owed confirmations (`outgoing`), or reads from it have been under way, for so many seconds without any
+    progress. `chunks` are concerned, and `streams` share the link, `example` among them."""
+
+    peer: str
+    outgoing: bool
+    seconds: float
+    chunks: int
+    streams: int
+    example: str
+
+
+Command = Dial | Transmit | Drop | Stage | Move | Offered | Withdrawn | Accepted | Arrived | Ended | Stalled | Declined

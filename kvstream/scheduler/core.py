@@ -1,5 +1,6 @@
 """The scheduler: every decision about streams, and nothing else. It is sans-IO: events come in as method calls with the
-present time, commands go out through `take`; it awaits nothing, reads no clock, draws no random number.
+present time, commands go out through `take`; it awaits nothing, reads no clock, and draws no random number: it is given
+the one that spreads retries.
 
 This file is its face: the events, the direction of frames, and the liveness of links. Streams live in source.py and
 destination.py. None of it touches memory or a connection: that is what commands are for. The same object runs in
@@ -13,27 +14,40 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvstream import wire
 from kvstream.config import RuntimeConfig
 from kvstream.errors import Cancelled, Fenced, KVStreamError, PeerLost, ProtocolError, Refused
-from kvstream.scheduler.commands import Command, Move, Stage
+from kvstream.scheduler.commands import Command, Move, Stage, Stalled
 from kvstream.scheduler.destination import Destination
 from kvstream.scheduler.links import Link
 from kvstream.scheduler.shared import Counters, Shared
 from kvstream.scheduler.source import Source
+from kvstream.scheduler.stats import PeerState, StreamState
 from kvstream.scheduler.timers import Timer
 
 __all__ = ["Counters", "Scheduler"]
 
+_SILENT_BEATS = 2
+
 
 class Scheduler:
-    """One runtime's streams. `layers` and `block_tokens` are those of its layout; all peers on links share them."""
+    """One runtime's streams. `layers`, `block_tokens` and `block_bytes` (of a block of one layer) are those of its
+    layout; all peers on links share them. `jitter` gives numbers from 0 to 1, which spread what many streams would do
+    at the same time."""
 
-    def __init__(self, config: RuntimeConfig, *, layers: int, block_tokens: int) -> None:
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        *,
+        layers: int,
+        block_tokens: int,
+        block_bytes: int = 1,
+        jitter: Callable[[], float] = lambda: 0.5,
+    ) -> None:
         self._config = config
-        self._shared = Shared(config, layers, block_tokens)
+        self._shared = Shared(config, layers, block_tokens, block_bytes, jitter)
         self._source = Source(self._shared)
         self._destination = Destination(self._shared)
         self._patience = math.ceil(config.stall_timeout / config.beat_interval)
@@ -59,9 +73,42 @@ class Scheduler:
         return len(self._source) + len(self._destination)
 
     @property
+    def offers_waiting(self) -> tuple[int, int]:
+        """Offers that nobody has answered, and the tokens that they are for."""
+        return self._destination.offers_waiting
+
+    @property
     def slots_in_use(self) -> int:
         """Source slots that are not free, over all links."""
         return sum(link.slots - len(link.free) for link in self._shared.links.values() if link.outgoing)
+
+    def stream_states(self, now: float) -> list[StreamState]:
+        """Every live stream, oldest first, those that are sent before those that are received."""
+        return self._source.states(now) + self._destination.states(now)
+
+    def peer_states(self) -> list[PeerState]:
+        """Every connection."""
+        return [self._peer_state(link) for link in self._shared.links.values()]
+
+    def towards(self, peer: str) -> tuple[int, PeerState | None]:
+        """How many live streams go to this peer or try it, and the connection by which they do, if there is one."""
+        streams, link = self._source.towards(peer)
+        return streams, self._peer_state(link) if link is not None else None
+
+    def _peer_state(self, link: Link) -> PeerState:
+        beat = self._config.beat_interval
+        return PeerState(
+            peer=link.peer,
+            direction="send" if link.outgoing else "receive",
+            streams=len(link.outbound) + len(link.inbound),
+            slots=link.slots,
+            slots_used=link.owed if link.outgoing else link.announced,
+            moves=link.reading,
+            offers=len(link.offers),
+            waiting=self._source.waits_for_slot(link) if link.outgoing else self._destination.waits_for_room(link),
+            stalled=(link.beats - link.progress) * beat if link.owed else 0.0,
+            silent=max(0, link.silent - 1) * beat if link.live else 0.0,
+        )
 
     @property
     def idle(self) -> bool:
@@ -84,9 +131,13 @@ class Scheduler:
         candidates: Sequence[str],
         deadline: float,
         priority: int = 0,
+        share: str = "",
         metadata: bytes = b"",
+        retry: bool = False,
     ) -> int:
-        """A new stream to the first of `candidates` that takes it. `held` block ids are known so far. Returns a key.
+        """A new stream to the first of `candidates` that takes it. `held` block ids are known so far; `share` is the
+        class whose share of the work it uses. With `retry` those that refuse for now are asked again, as long as the
+        deadline allows it. Returns a key.
 
         Raises ConfigError, Refused when there are too many streams, Cancelled after `shut`.
         """
@@ -98,12 +149,14 @@ class Scheduler:
             candidates=candidates,
             deadline=deadline,
             priority=priority,
+            share=share,
             metadata=metadata,
+            retry=retry,
         )
 
     def layer_ready(self, now: float, key: int, layer: int, start: int, stop: int) -> None:
         """Tokens [start, stop) of a layer are in the source's memory. ConfigError when that can't be."""
-        self._source.layer_ready(key, layer, start, stop)
+        self._source.layer_ready(now, key, layer, start, stop)
 
     def extend(self, key: int, blocks: int) -> None:
         """The caller gave `blocks` more block ids."""
@@ -122,15 +175,15 @@ class Scheduler:
 
     def fail(self, now: float, key: int, error: KVStreamError) -> None:
         """End a stream of either direction because of something this side can't mend; else like `cancel`."""
-        self._source.fail(key, error)
-        self._destination.fail(key, error)
+        self._source.fail(now, key, error)
+        self._destination.fail(now, key, error)
 
     def shut(self, now: float, error: Cancelled | Fenced) -> None:
         """End everything: no new streams, offers refused, live streams ended with `error`, the peers told."""
         self._shared.closed = error
         self._destination.refuse_all(Refused(str(error)))
-        self._source.fail_all(error)
-        self._destination.fail_all(error)
+        self._source.fail_all(now, error)
+        self._destination.fail_all(now, error)
 
     # ------------------------------------------------------------------ the user's events, destination side
 
@@ -150,9 +203,9 @@ class Scheduler:
         """Decline an offer handed out by Offered; nothing happens when it is gone."""
         self._destination.refuse(offer_id, error)
 
-    def fail_waiting(self, names: Sequence[str], error: KVStreamError) -> None:
+    def fail_waiting(self, now: float, names: Sequence[str], error: KVStreamError) -> None:
         """End those streams of these names that wait for an offer."""
-        self._destination.fail_waiting(names, error)
+        self._destination.fail_waiting(now, names, error)
 
     def connecting(self, peer: str) -> list[str]:
         """The names of the streams that wait for a connection to this peer."""
@@ -173,7 +226,8 @@ class Scheduler:
     ) -> None:
         """A connection is established. `slot_blocks`: how many blocks of one layer fit into a slot; `group_blocks`: up
         to how many blocks in all layers that are ready together share a chunk."""
-        link = Link(link_id, peer, outgoing, slots, slot_blocks, group_blocks)
+        stream_slots = math.ceil(slots * self._config.stream_share)
+        link = Link(link_id, peer, outgoing, slots, slot_blocks, group_blocks, stream_slots)
         self._shared.links[link_id] = link
         if outgoing:
             self._shared.timers.arm(now + self._config.idle_timeout, Timer.IDLE, link_id)
@@ -192,7 +246,7 @@ class Scheduler:
         self._shared.timers.cancel(Timer.BEAT, link_id)
         self._shared.timers.cancel(Timer.IDLE, link_id)
         self._source.link_lost(now, link, error)
-        self._destination.link_lost(link, error)
+        self._destination.link_lost(now, link, error)
 
     def drop_all(self, error: KVStreamError) -> None:
         """Close every link."""
@@ -205,6 +259,8 @@ class Scheduler:
         if link is None or link.dropping:
             return
         link.silent = 0
+        if link.discounted:
+            self._destination.discount(link, silent=False)
         try:
             self._dispatch(now, link, frame)
         except ProtocolError as error:
@@ -217,13 +273,13 @@ class Scheduler:
                 self._shared.transmit(link, wire.Beat(self.streams))
         elif isinstance(frame, wire.End):
             if link.outgoing:
-                self._source.on_end(link, frame)
+                self._source.on_end(now, link, frame)
             else:
                 self._destination.on_end(now, link, frame)
         elif isinstance(frame, wire.Accept | wire.Refuse | wire.Confirm) and link.outgoing:
             self._source.on_frame(now, link, frame)
         elif isinstance(frame, wire.Ready) and not link.outgoing:
-            self._destination.on_ready(link, frame)
+            self._destination.on_ready(now, link, frame)
         elif isinstance(frame, wire.Offer) and not link.outgoing:
             self._destination.on_offer(now, link, frame)
         else:
@@ -233,23 +289,25 @@ class Scheduler:
     # ------------------------------------------------------------------ reports on commands
 
     def staging(self, command: Stage) -> None:
-        """A Stage is about to be performed: the next one may be given."""
-        link = self._shared.links.get(command.link)
-        if link is not None:
-            self._source.staging(link)
+        """A Stage is about to be performed, or dropped with its link: the next one may be given."""
+        self._source.staging()
 
     def staged(self, now: float, command: Stage, generation: int, checksum: int = 0) -> None:
         """A Stage was performed; the chunk can be announced under this generation, with its checksum if it has one."""
         link = self._shared.links.get(command.link)
         if link is not None:
-            self._source.staged(link, command, generation, checksum)
+            self._source.staged(now, link, command, generation, checksum)
 
     def stage_failed(self, now: float, command: Stage, error: KVStreamError) -> None:
         """A Stage could not be performed; its stream ends. PeerLost: the loss of the link is on its way here, or has
         been, and takes the slot with it."""
         link = self._shared.links.get(command.link)
         if link is not None and not isinstance(error, PeerLost):
-            self._source.stage_failed(link, command, error)
+            self._source.stage_failed(now, link, command, error)
+
+    def moving(self, command: Move) -> None:
+        """A Move is about to be performed, or dropped with its link: the next one may be given."""
+        self._destination.begun()
 
     def moved(self, now: float, command: Move) -> None:
         """A Move was performed and its bytes are valid, or its stream has ended and nothing was touched."""
@@ -271,11 +329,15 @@ class Scheduler:
         while (timer := self._shared.timers.pop(now)) is not None:
             match timer:
                 case Timer.OUTBOUND, key:
-                    self._source.expired(key)
+                    self._source.expired(now, key)
                 case Timer.INBOUND, key:
-                    self._destination.expired(key)
+                    self._destination.expired(now, key)
+                case Timer.RETRY, key:
+                    self._source.ask_again(now, key)
+                case Timer.RESERVATION, key:
+                    self._destination.unused(now, key)
                 case Timer.OFFER, key:
-                    self._destination.offer_expired(key)
+                    self._destination.offer_expired(now, key)
                 case Timer.BEAT, key:
                     self._beat(now, self._shared.links[key])
                 case Timer.IDLE, key:
@@ -300,7 +362,30 @@ class Scheduler:
         elif ending is not None and link.beats - ending.since > self._patience:
             shared.drop(link, PeerLost(f"the end of a stream shared with {link.peer} was not answered for {stall}"))
         else:
+            self._watch_progress(link)
             if not link.spoke:
                 shared.transmit(link, wire.Beat(self.streams, reply=True))
             link.spoke = False
             shared.timers.arm(now + self._config.beat_interval, Timer.BEAT, link.id)
+
+    def _watch_progress(self, link: Link) -> None:
+        """Tell of a peer that makes no progress, ever more rarely; and let nobody else wait for it."""
+        interval = self._config.beat_interval
+        if link.reading and link.silent > _SILENT_BEATS:
+            self._destination.discount(link, silent=True)
+        beats = link.beats - link.progress
+        if not link.owed or beats * interval < self._config.stall_warning or beats < 2 * link.warned:
+            return
+        link.warned = beats
+        self.counters.stalls += 1
+        some = next(iter(link.outbound.values() if link.outgoing else link.inbound.values()), None)
+        self._shared.commands.append(
+            Stalled(
+                link.peer,
+                link.outgoing,
+                beats * interval,
+                link.owed,
+                len(link.outbound) + len(link.inbound),
+                some.name if some is not None else "",
+            )
+        )

@@ -23,12 +23,15 @@ from kvstream.errors import (
     from_code,
 )
 from kvstream.scheduler.commands import Accepted, Arrived, Ended, Move, Offered, Withdrawn
-from kvstream.scheduler.inbound import Inbound, Phase
+from kvstream.scheduler.drain import DrainRate
+from kvstream.scheduler.inbound import DestinationTurn, Inbound, Phase
 from kvstream.scheduler.links import Ending, Link
 from kvstream.scheduler.offers import Offers, PendingOffer
 from kvstream.scheduler.outbound import first_block
 from kvstream.scheduler.shared import Shared, about, text_of
+from kvstream.scheduler.stats import StreamState
 from kvstream.scheduler.timers import Timer
+from kvstream.scheduler.turns import Turns
 
 __all__ = ["Destination"]
 
@@ -38,19 +41,53 @@ class Destination:
         self._shared = shared
         self._streams: dict[int, Inbound] = {}
         self._names: dict[str, Inbound] = {}
-        self._offers = Offers()
+        self._offers = Offers(shared.config)
+        self._drain = DrainRate()
+        """Tokens of streams that end per second."""
+        self._receiving = 0
+        """Streams that have been accepted and live."""
+        self._tokens = 0
+        """Of these, in all."""
         self._handler = False
+        self._turns = Turns[DestinationTurn](shared.config.share_weights)
+        self._unbegun = False
+        """Whether a Move waits to be begun. One at a time: who is next is decided at the last moment."""
+        self._reading = 0
+        """Moves under way, over all links whose peer is not silent."""
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    def states(self, now: float) -> list[StreamState]:
+        return [
+            StreamState(
+                stream=stream.name,
+                direction="receive",
+                peer=stream.peer or "",
+                epoch=stream.epoch,
+                share_class=stream.group[0],
+                waits_for=stream.waits_for,
+                waited=max(0.0, now - stream.stepped),
+                chunks_announced=stream.chunks,
+                chunks_confirmed=stream.told,
+                slots=len(stream.moving),
+            )
+            for stream in self._streams.values()
+        ]
+
+    @property
+    def offers_waiting(self) -> tuple[int, int]:
+        return len(self._offers), self._offers.tokens
+
+    def waits_for_room(self, link: Link) -> bool:
+        """Whether announced chunks wait because the link's share of reads is under way."""
+        return link.reading >= self._shared.config.peer_moves and self._turns.waits_for_room(link.id)
 
     # ------------------------------------------------------------------ the user's events
 
     def set_handler(self, present: bool) -> None:
         self._handler = present
-        if present:
-            for offer in self._offers:
-                self._ask(offer)
+        self._ask()
 
     def receive(self, now: float, name: str, *, tokens: int, deadline: float, first_token: int) -> int:
         self._shared.check_open()
@@ -64,8 +101,9 @@ class Destination:
             error = _tokens_differ(name, offer.frame.tokens, tokens)
             self._withdraw(offer, error)
             self._refuse(offer.link, offer.frame, error)
+            self._ask()
             raise error
-        stream = self._new(name, tokens, first_token, now + deadline)
+        stream = self._new(now, name, tokens, first_token, now + deadline)
         if offer is not None:
             self._take(offer)
             self._bind(now, stream, offer)
@@ -77,7 +115,7 @@ class Destination:
         if offer is None:
             raise Refused("the offer can't be accepted any more: it was answered, withdrawn, or its time is over")
         self._check_room()
-        stream = self._new(offer.frame.stream, offer.frame.tokens, first_token, offer.stream_expires)
+        stream = self._new(now, offer.frame.stream, offer.frame.tokens, first_token, offer.stream_expires)
         self._take(offer)
         self._bind(now, stream, offer)
         return stream.key
@@ -87,69 +125,148 @@ class Destination:
         if offer is not None:
             self._take(offer)
             self._refuse(offer.link, offer.frame, error)
+            self._ask()
 
     def refuse_all(self, error: KVStreamError) -> None:
         for offer in self._offers:
             self._withdraw(offer, error)
             self._refuse(offer.link, offer.frame, error)
 
-    def fail(self, key: int, error: KVStreamError) -> None:
+    def fail(self, now: float, key: int, error: KVStreamError) -> None:
         stream = self._streams.get(key)
         if stream is not None:
-            self._end(stream, about(error, stream.name))
+            self._end(now, stream, about(error, stream.name))
 
-    def fail_all(self, error: KVStreamError) -> None:
+    def fail_all(self, now: float, error: KVStreamError) -> None:
         for stream in list(self._streams.values()):
-            self._end(stream, about(error, stream.name))
+            self._end(now, stream, about(error, stream.name))
 
-    def fail_waiting(self, names: Sequence[str], error: KVStreamError) -> None:
+    def fail_waiting(self, now: float, names: Sequence[str], error: KVStreamError) -> None:
         for name in names:
             stream = self._names.get(name)
             if stream is not None and stream.phase is Phase.WAITING:
-                self._end(stream, about(error, name))
+                self._end(now, stream, about(error, name))
 
     # ------------------------------------------------------------------ time
 
-    def offer_expired(self, offer_id: int) -> None:
+    def offer_expired(self, now: float, offer_id: int) -> None:
         offer = self._offers.get(offer_id)
         if offer is not None:
             waited = self._shared.config.offer_wait
-            error = Refused(f"nobody at the destination answered the offer within {waited} s", retry_after=1.0)
+            error = Refused(
+                f"nobody at the destination answered the offer within {waited} s (offer_wait)",
+                retry_after=self._room_in(),
+            )
             self._withdraw(offer, error)
             self._refuse(offer.link, offer.frame, error)
+            self._ask()
 
-    def expired(self, key: int) -> None:
+    def unused(self, now: float, key: int) -> None:
+        """Nothing has come of a stream for so long that its blocks are better used otherwise."""
+        stream = self._streams[key]
+        waited = self._shared.config.reservation_timeout
+        state = "no source has offered it" if stream.phase is Phase.WAITING else f"{stream.peer} has sent no chunk"
+        error = DeadlineExceeded(f"stream {stream.name}: {state} within {waited} s (reservation_timeout)")
+        self._end(now, stream, error)
+
+    def expired(self, now: float, key: int) -> None:
         """A stream's deadline has passed, or its wait for the answer to its End "done"."""
         stream = self._streams[key]
         if stream.recalled is not None:
-            self._end(stream, about(stream.recalled, stream.name))
+            self._end(now, stream, about(stream.recalled, stream.name))
             return
         if stream.phase is Phase.WAITING:
             state = "no source has offered it"
         else:
             state = f"{stream.arrived} of {stream.layers} layers had arrived from {stream.peer}"
-        self._end(stream, DeadlineExceeded(f"stream {stream.name}: the deadline passed ({state})"))
+        self._end(now, stream, DeadlineExceeded(f"stream {stream.name}: the deadline passed ({state})"))
 
     # ------------------------------------------------------------------ links
 
-    def link_lost(self, link: Link, error: KVStreamError) -> None:
+    def link_lost(self, now: float, link: Link, error: KVStreamError) -> None:
+        self._turns.forget(link.id)
+        self._count(link, -link.reading)
         for offer in list(link.offers.values()):
             self._withdraw(offer, error)
         for stream in list(link.inbound.values()):
-            self._end(stream, about(error, stream.name))
+            self._end(now, stream, about(error, stream.name))
+        self._ask()
+        self._move()
 
     # ------------------------------------------------------------------ reports on Move
 
-    def moved(self, now: float, link: Link, command: Move) -> None:
-        link.moving -= 1
+    def begun(self) -> None:
+        """The Move that was given last is being performed."""
+        self._unbegun = False
+        self._move()
+
+    def _move(self) -> None:
+        """Have the next announced chunk brought in, if there is one and room for it."""
+        if self._unbegun or self._reading >= self._shared.config.moves:
+            return
+        while (turn := self._turns.pop()) is not None:
+            stream, link, frame = turn.stream, turn.link, turn.frame
+            if link.dropping:
+                continue
+            self._unbegun = True
+            if not link.reading:
+                link.progressed()
+            self._count(link, 1)
+            link.reading += 1
+            stream.reading += 1
+            self._turns.charge(turn, frame.count * frame.layers)
+            self._shared.commands.append(
+                Move(
+                    link.id,
+                    stream.key,
+                    stream.epoch,
+                    frame.chunk,
+                    frame.layer,
+                    frame.first,
+                    frame.count,
+                    frame.slot,
+                    frame.generation,
+                    frame.checksum,
+                    turn.order,
+                    frame.layers,
+                    stream.num,
+                )
+            )
+            return
+
+    def _count(self, link: Link, reads: int) -> None:
+        if not link.discounted:
+            self._reading += reads
+
+    def discount(self, link: Link, *, silent: bool) -> None:
+        """Reads from a peer that has fallen silent may hang: they must not keep others from theirs."""
+        if link.discounted != silent:
+            self._count(link, -link.reading)
+            link.discounted = silent
+            self._count(link, link.reading)
+            self._move()
+
+    def _reported(self, link: Link, command: Move) -> Inbound | None:
+        """A Move is over, one way or the other. Its stream, unless that has ended meanwhile."""
+        self._count(link, -1)
+        link.reading -= 1
+        link.progressed()
+        link.announced -= 1
+        self._turns.room(link.id)
         stream = self._streams.get(command.stream)
         if stream is None:
             self._late_move(link, command)
-            return
-        for layer in stream.moved(command.chunk):
-            self._shared.commands.append(Arrived(stream.key, layer))
-        if not self._decide(now, link, stream):
-            self._confirm(link, stream)
+        return stream
+
+    def moved(self, now: float, link: Link, command: Move) -> None:
+        stream = self._reported(link, command)
+        if stream is not None:
+            stream.stepped = now
+            for layer in stream.moved(command.chunk):
+                self._shared.commands.append(Arrived(stream.key, layer))
+            if not self._decide(now, link, stream):
+                self._confirm(link, stream)
+        self._move()
 
     def _confirm(self, link: Link, stream: Inbound) -> None:
         """Give slots back: at once when no read of the stream is under way that would do it later, else in halves of
@@ -160,31 +277,29 @@ class Destination:
             self._shared.transmit(link, wire.Confirm(stream.num, stream.epoch, stream.confirmed))
 
     def move_failed(self, now: float, link: Link, command: Move, error: KVStreamError) -> None:
-        link.moving -= 1
-        stream = self._streams.get(command.stream)
-        if stream is None:
-            self._late_move(link, command)
-            return
-        del stream.moving[command.chunk]
-        if isinstance(error, Recalled):
-            # The stream has ended at its source, which has said so before this read: its End is on the way.
-            stream.recalled = error
-            expires = min(stream.expires, now + self._shared.config.end_wait)
-            self._shared.timers.arm(expires, Timer.INBOUND, stream.key)
-        else:
-            self._end(stream, about(error, stream.name))
+        stream = self._reported(link, command)
+        if stream is not None:
+            del stream.moving[command.chunk]
+            stream.reading -= 1
+            if isinstance(error, Recalled):
+                # The stream has ended at its source, which has said so before this read: its End is on the way.
+                stream.recalled = error
+                expires = min(stream.expires, now + self._shared.config.end_wait)
+                self._shared.timers.arm(expires, Timer.INBOUND, stream.key)
+            else:
+                self._end(now, stream, about(error, stream.name))
+        self._move()
 
     def _late_move(self, link: Link, command: Move) -> None:
         """A read for a stream that ended meanwhile: after the last one the source may hear the end."""
-        for num, ending in link.ending.items():
-            if ending.stream == command.stream and ending.last_word is not None:
-                ending.moving -= 1
-                if ending.moving == 0:
-                    last, ending.last_word = ending.last_word, None
-                    self._shared.transmit(link, last)
-                    if last.answer:
-                        del link.ending[num]
-                return
+        ending = link.ending.get(command.num)
+        if ending is not None and ending.stream == command.stream and ending.last_word is not None:
+            ending.moving -= 1
+            if ending.moving == 0:
+                last, ending.last_word = ending.last_word, None
+                self._shared.transmit(link, last)
+                if last.answer:
+                    del link.ending[command.num]
 
     # ------------------------------------------------------------------ frames
 
@@ -200,46 +315,38 @@ class Destination:
             self._refuse(link, frame, error)
             return
         remaining = shared.config.deadline if frame.deadline is None else frame.deadline
-        offer = PendingOffer(shared.next_id(), link, frame, now + remaining)
+        expires = now + remaining
+        due = shared.due(now, expires, frame.priority)
+        blocks = math.ceil(frame.tokens / shared.block_tokens) * shared.layers
+        group = frame.share, shared.is_short(blocks)
+        offer = PendingOffer(shared.next_id(), link, frame, expires, due, group)
         shared.watch(now, link)
         if waiting is None:
             self._offers.add(offer)
             shared.timers.arm(now + min(shared.config.offer_wait, remaining), Timer.OFFER, offer.id)
-            if self._handler:
-                self._ask(offer)
+            self._ask()
         elif waiting.tokens != frame.tokens:
             error = _tokens_differ(frame.stream, frame.tokens, waiting.tokens)
             self._refuse(link, frame, error)
-            self._end(waiting, error)
+            self._end(now, waiting, error)
         else:
             self._bind(now, waiting, offer)
 
-    def on_ready(self, link: Link, frame: wire.Ready) -> None:
+    def on_ready(self, now: float, link: Link, frame: wire.Ready) -> None:
         stream = self._on_link(link, frame.num, frame.epoch)
         if stream is None:
             return
         if frame.slot >= link.slots:
             raise ProtocolError(f"stream {stream.name}: a chunk in slot {frame.slot} of {link.slots}")
-        if link.moving == link.slots:
+        if link.announced == link.slots:
             raise ProtocolError(f"more chunks announced and not confirmed than there are slots ({link.slots})")
         stream.ready(frame)
-        link.moving += 1
-        self._shared.commands.append(
-            Move(
-                link.id,
-                stream.key,
-                stream.epoch,
-                frame.chunk,
-                frame.layer,
-                frame.first,
-                frame.count,
-                frame.slot,
-                frame.generation,
-                frame.checksum,
-                (stream.expires, stream.age, frame.chunk),
-                frame.layers,
-            )
-        )
+        stream.stepped = now
+        if not frame.chunk:
+            self._shared.timers.cancel(Timer.RESERVATION, stream.key)
+        link.announced += 1
+        self._turns.push(DestinationTurn(stream, link, frame, self._shared.config.peer_moves))
+        self._move()
 
     def on_end(self, now: float, link: Link, frame: wire.End) -> None:
         ending = link.ending.get(frame.num)
@@ -254,6 +361,7 @@ class Destination:
         if offer is not None and offer.frame.epoch == frame.epoch:
             self._withdraw(offer, from_code(frame.code, frame.message))
             self._shared.answer(link, frame)
+            self._ask()
             return
         stream = self._on_link(link, frame.num, frame.epoch)
         if stream is None:
@@ -266,9 +374,9 @@ class Destination:
         if stream.phase is not Phase.DECIDED and frame.answer:
             raise ProtocolError(f"stream {stream.name}: an answer to an end that was never sent")
         if frame.code != "done":
-            self._end(stream, from_code(frame.code, frame.message), answer=True)
+            self._end(now, stream, from_code(frame.code, frame.message), answer=True)
         elif frame.answer:
-            self._finish(stream, None, provisional=False)
+            self._finish(now, stream, None, provisional=False)
         elif stream.source_end is not None:
             self._shared.late(link, frame.num)
         elif frame.chunks != stream.chunks:
@@ -286,7 +394,7 @@ class Destination:
 
     # ------------------------------------------------------------------ streams
 
-    def _new(self, name: str, tokens: int, first_token: int, expires: float) -> Inbound:
+    def _new(self, now: float, name: str, tokens: int, first_token: int, expires: float) -> Inbound:
         shared = self._shared
         if not 0 <= first_token <= tokens:
             raise ConfigError("first_token", f"must be 0 to {tokens}, the stream's tokens, is {first_token}")
@@ -299,10 +407,14 @@ class Destination:
             layers=shared.layers,
             expires=expires,
             age=shared.next_id(),
+            stepped=now,
         )
         self._streams[stream.key] = stream
         self._names[name] = stream
         shared.timers.arm(expires, Timer.INBOUND, stream.key)
+        unused = now + shared.config.reservation_timeout
+        if unused < expires:
+            shared.timers.arm(unused, Timer.RESERVATION, stream.key)
         return stream
 
     def _bind(self, now: float, stream: Inbound, offer: PendingOffer) -> None:
@@ -313,14 +425,21 @@ class Destination:
         stream.num = offer.frame.num
         stream.epoch = offer.frame.epoch
         stream.phase = Phase.STREAMING
+        stream.stepped = now
         if offer.stream_expires < stream.expires:
             stream.expires = offer.stream_expires
             shared.timers.arm(stream.expires, Timer.INBOUND, stream.key)
+        stream.due = offer.due
+        stream.group = offer.frame.share, shared.is_short((stream.blocks - stream.first_block) * stream.layers)
+        self._receiving += 1
+        self._tokens += stream.tokens
+        self._drain.begun(now)
         link.inbound[stream.num] = stream
         shared.commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch))
         first_token = min(stream.tokens, stream.first_block * shared.block_tokens)
         shared.transmit(link, wire.Accept(stream.num, stream.epoch, first_token))
         if stream.first_block == stream.blocks:
+            shared.timers.cancel(Timer.RESERVATION, stream.key)
             stream.arrived = stream.layers
             shared.commands.extend(Arrived(stream.key, layer) for layer in range(stream.layers))
 
@@ -332,48 +451,61 @@ class Destination:
         if not stream.whole:
             lacking = [layer for layer, missing in enumerate(stream.missing) if missing]
             error = Corrupted(f"stream {stream.name}: the source is done, but layers {lacking[:8]} are not whole")
-            self._end(stream, error)
+            self._end(now, stream, error)
             return True
         stream.phase = Phase.DECIDED
         self._shared.transmit(link, wire.End(stream.num, stream.epoch, "done", chunks=stream.chunks))
         self._shared.timers.arm(now + self._shared.config.end_wait, Timer.INBOUND, stream.key)
         return True
 
-    def _end(self, stream: Inbound, error: KVStreamError, *, answer: bool = False) -> None:
+    def _end(self, now: float, stream: Inbound, error: KVStreamError, *, answer: bool = False) -> None:
         """End a stream with an error, unless it is decided: the source may have heard that it is done, so it is.
 
         The source hears of it when no read of its slots is under way; `answer` when it was the source that ended it.
         """
         if stream.phase is Phase.DECIDED:
-            self._finish(stream, None, provisional=True)
+            self._finish(now, stream, None, provisional=True)
             return
         link = stream.link
         if link is not None:
             error.valid_layers = stream.valid_layers
             last = wire.End(stream.num, stream.epoch, error.code, text_of(error), answer=answer)
-            moving = len(stream.moving)
+            # What was announced and is not being read never will be.
+            moving = stream.reading
+            link.announced -= len(stream.moving) - moving
             if moving or not answer:
                 ending = Ending(stream.key, stream.epoch, link.beats, moving=moving)
                 ending.last_word = last if moving else None
                 link.ending[stream.num] = ending
             if not moving:
                 self._shared.transmit(link, last)
-        self._finish(stream, error, provisional=False)
+        self._finish(now, stream, error, provisional=False)
 
-    def _finish(self, stream: Inbound, error: KVStreamError | None, *, provisional: bool) -> None:
+    def _finish(self, now: float, stream: Inbound, error: KVStreamError | None, *, provisional: bool) -> None:
         """The one place where a destination's stream ends."""
         stream.phase = Phase.ENDED
         del self._streams[stream.key]
         del self._names[stream.name]
         self._shared.timers.cancel(Timer.INBOUND, stream.key)
+        self._shared.timers.cancel(Timer.RESERVATION, stream.key)
         if stream.link is not None:
             del stream.link.inbound[stream.num]
+            self._receiving -= 1
+            self._tokens -= stream.tokens
+            self._drain.finished(now, stream.tokens, more=self._receiving > 0)
         payload = stream.source_end.payload if stream.source_end is not None and error is None else b""
         self._shared.ended(Ended(stream.key, error, payload, stream.epoch, stream.peer, provisional))
+        self._ask()
 
     def _check_room(self) -> None:
         if len(self._streams) >= self._shared.config.max_streams:
-            raise Refused(f"{len(self._streams)} streams are being received already (max_streams)", retry_after=0.1)
+            raise Refused(
+                f"{len(self._streams)} streams are being received already (max_streams)", retry_after=self._room_in()
+            )
+
+    def _room_in(self) -> float:
+        """When, by what was seen so far, about half of what is here now will have been served."""
+        return self._drain.time_for((self._offers.tokens + self._tokens) / 2)
 
     # ------------------------------------------------------------------ offers
 
@@ -390,17 +522,22 @@ class Destination:
         pending = self._offers.named(frame.stream)
         if pending is not None:
             return ConfigError("stream", f"{frame.stream!r} is already offered by {pending.link.peer}")
-        config = self._shared.config
-        if len(self._offers) >= config.max_pending_offers:
-            return Refused(f"{len(self._offers)} offers are waiting already (max_pending_offers)", retry_after=0.2)
-        if len(self._streams) >= config.max_streams:
-            return Refused(f"{len(self._streams)} streams are being received already (max_streams)", retry_after=0.2)
-        return None
+        full = self._offers.full(frame)
+        if full is None and len(self._streams) >= self._shared.config.max_streams:
+            full = f"{len(self._streams)} streams are being received already (max_streams)"
+        return Refused(full, retry_after=self._room_in()) if full is not None else None
 
-    def _ask(self, offer: PendingOffer) -> None:
-        if offer.asked:
-            return
-        offer.asked = True
+    def _ask(self) -> None:
+        """Hand offers to the handler, as many as may be received at a time."""
+        while (
+            self._handler
+            and self._shared.closed is None
+            and self._receiving + self._offers.asked < self._shared.config.max_receiving
+            and (offer := self._offers.next()) is not None
+        ):
+            self._hand_out(offer)
+
+    def _hand_out(self, offer: PendingOffer) -> None:
         frame = offer.frame
         self._shared.commands.append(
             Offered(
@@ -412,6 +549,7 @@ class Destination:
                 frame.priority,
                 frame.deadline,
                 frame.metadata,
+                frame.share,
             )
         )
 

@@ -1,6 +1,6 @@
 """The asyncio pump of the scheduler core: it feeds the core events and time, and has its commands performed.
 
-It owns the order of bulk work (one slot's gather or scatter per turn of the loop, the most urgent first) and the one
+It owns the pace of bulk work (one slot's gather or scatter per turn of the loop, the more urgent first) and the one
 timer. It decides nothing about streams, and it must be used from the event loop's thread only.
 """
 
@@ -16,12 +16,14 @@ from kvstream.scheduler.commands import (
     Accepted,
     Arrived,
     Command,
+    Declined,
     Dial,
     Drop,
     Ended,
     Move,
     Offered,
     Stage,
+    Stalled,
     Transmit,
     Withdrawn,
 )
@@ -40,7 +42,7 @@ class Effects(Protocol):
     def drop(self, link: int, error: KVStreamError) -> None: ...
     def stage(self, command: Stage) -> None: ...
     def move(self, command: Move) -> None: ...
-    def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended) -> None: ...
+    def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended | Stalled | Declined) -> None: ...
     def pumped(self) -> None:
         """Every command is performed: a good moment to look at the core's state."""
 
@@ -158,7 +160,9 @@ class Driver:
             self.core.staging(command)
             self._effects.stage(command)
         else:
+            self.core.moving(command)
             self._effects.move(command)
+        self.pump()
 
     def _rearm(self) -> None:
         due = self.core.next_timer()

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstream.errors import ProtocolError, Recalled
+from kvstream.scheduler.fairness import Group, Order
+from kvstream.scheduler.stats import WaitsFor
 from kvstream.wire import End, Ready
 
 if TYPE_CHECKING:
     from kvstream.scheduler.links import Link
 
-__all__ = ["Inbound", "Phase"]
+__all__ = ["DestinationTurn", "Inbound", "Phase"]
 
 
 class Phase(enum.Enum):
@@ -31,6 +33,34 @@ class Phase(enum.Enum):
 
 
 @dataclass(slots=True)
+class DestinationTurn:
+    """An announced chunk's wait for its Move. `limit`: how many may be under way on the link."""
+
+    stream: Inbound
+    link: Link
+    frame: Ready
+    limit: int
+
+    @property
+    def link_id(self) -> int:
+        return self.link.id
+
+    @property
+    def group(self) -> Group:
+        return self.stream.group
+
+    @property
+    def order(self) -> Order:
+        return self.stream.due, self.stream.age, self.frame.chunk
+
+    def alive(self) -> bool:
+        return self.stream.phase is Phase.STREAMING
+
+    def open(self) -> bool:
+        return self.link.reading < self.limit
+
+
+@dataclass(slots=True)
 class Inbound:
     key: int
     name: str
@@ -40,6 +70,9 @@ class Inbound:
     layers: int
     expires: float
     age: int
+    due: float = 0.0
+    """What it is ordered by, within its group; both are set once there is an offer."""
+    group: Group = ("", False)
     phase: Phase = Phase.WAITING
     epoch: int = 0
     peer: str | None = None
@@ -47,6 +80,9 @@ class Inbound:
     num: int = 0
     chunks: int = 0
     moving: dict[int, Ready] = field(default_factory=dict[int, Ready])
+    """Chunks that are announced and not in place."""
+    reading: int = 0
+    """How many of them have a Move under way."""
     in_place: set[int] = field(default_factory=set[int])
     confirmed: int = 0
     """The first so many chunks are in place."""
@@ -55,6 +91,8 @@ class Inbound:
     expected: list[int] = field(default_factory=list[int])
     missing: list[int] = field(default_factory=list[int])
     arrived: int = 0
+    stepped: float = 0.0
+    """When it last made a step."""
     source_end: End | None = None
     recalled: Recalled | None = None
     """Set while the source's End is awaited that explains why something lent was taken back."""
@@ -86,6 +124,7 @@ class Inbound:
     def moved(self, chunk: int) -> list[int]:
         """A chunk is in place. Returns the layers that it made whole."""
         frame = self.moving.pop(chunk)
+        self.reading -= 1
         self.in_place.add(chunk)
         while self.confirmed in self.in_place:
             self.in_place.remove(self.confirmed)
@@ -97,6 +136,16 @@ class Inbound:
                 whole.append(layer)
         self.arrived += len(whole)
         return whole
+
+    @property
+    def waits_for(self) -> WaitsFor:
+        if self.phase is Phase.WAITING:
+            return "offer"
+        if self.phase is not Phase.STREAMING or self.recalled is not None:
+            return "end"
+        if self.reading:
+            return "bytes"
+        return "turn" if self.moving else "chunk"
 
     @property
     def whole(self) -> bool:

@@ -1,10 +1,8 @@
-"""State of one link (an established connection to a peer) as the scheduler core sees it: its free slots, the streams
-on it by number, streams that ended here but not yet there, and the order in which ready streams get slots."""
+"""State of one link (an established connection to a peer) as the scheduler core sees it: its slots, the streams on it
+by number, streams that ended here but not yet there. It decides nothing."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvstream.scheduler.inbound import Inbound
@@ -43,6 +41,8 @@ class Link:
     slots: int
     slot_blocks: int
     group_blocks: int
+    stream_slots: int
+    """Source: how many of the slots one stream may hold."""
     free: list[int] = field(default_factory=list[int])
     outbound: dict[int, Outbound] = field(default_factory=dict[int, Outbound])
     inbound: dict[int, Inbound] = field(default_factory=dict[int, Inbound])
@@ -50,7 +50,10 @@ class Link:
     ending: dict[int, Ending] = field(default_factory=dict[int, Ending])
     """In the order in which they began."""
     last_num: int = 0
-    moving: int = 0
+    announced: int = 0
+    """Destination: chunks announced to us that are neither in place nor given up."""
+    reading: int = 0
+    """Destination: those of them whose Move is under way."""
     beating: bool = False
     beats: int = 0
     silent: int = 0
@@ -58,9 +61,13 @@ class Link:
     spoke: bool = False
     """Whether something was sent since the last beat."""
     dropping: bool = False
-    waiting: list[tuple[float, int, int]] = field(default_factory=list[tuple[float, int, int]])
-    uncut: bool = True
-    """Whether no Stage waits for its turn. One at a time: what becomes ready before it is begun can join the next."""
+    progress: int = 0
+    """The beat in which a slot was last given back, or taken while all were free; a read was ended, or the first one
+    begun."""
+    warned: int = 0
+    """After how many beats without progress a stall was last told; 0: not since the last progress."""
+    discounted: bool = False
+    """Destination: whether the peer's reads do not count for the process, since it has fallen silent."""
 
     def __post_init__(self) -> None:
         self.free = list(range(self.slots - 1, -1, -1)) if self.outgoing else []
@@ -71,26 +78,14 @@ class Link:
         return bool(self.outbound or self.inbound or self.offers or self.ending)
 
     @property
+    def owed(self) -> int:
+        """Chunks of which the peer has to confirm, or to deliver, the next."""
+        return self.slots - len(self.free) if self.outgoing else self.reading
+
+    def progressed(self) -> None:
+        self.progress = self.beats
+        self.warned = 0
+
+    @property
     def oldest_ending(self) -> Ending | None:
         return next(iter(self.ending.values()), None)
-
-    def enqueue(self, stream: Outbound) -> None:
-        """Queue a stream that has blocks ready for its turn at a slot; once, however often it is called."""
-        if stream.link is self and stream.pending and not stream.queued:
-            stream.queued = True
-            heapq.heappush(self.waiting, (stream.urgency, stream.age, stream.num))
-
-    def next_waiting(self) -> Outbound | None:
-        """Take the most urgent stream (earliest deadline, then age) that still has something to stage."""
-        while self.waiting:
-            _, _, num = heapq.heappop(self.waiting)
-            stream = self.outbound.get(num)
-            if stream is not None:
-                stream.queued = False
-                if stream.pending:
-                    return stream
-        return None
-
-    def release(self, slots: Iterable[int]) -> None:
-        """Slots that neither side uses any more."""
-        self.free.extend(slots)

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstream.errors import ConfigError
+from kvstream.scheduler.fairness import Group, Order
+from kvstream.scheduler.stats import WaitsFor
 from kvstream.wire import Ready
 
 if TYPE_CHECKING:
     from kvstream.scheduler.links import Link
 
-__all__ = ["Outbound", "Phase", "Piece", "first_block"]
+__all__ = ["Outbound", "Phase", "Piece", "SourceTurn", "first_block"]
 
 
 def first_block(first_token: int, tokens: int, block_tokens: int) -> int:
@@ -32,6 +34,8 @@ class Phase(enum.Enum):
     CONNECTING = "connecting"
     OFFERED = "offered"
     STREAMING = "streaming"
+    PAUSING = "pausing"
+    """Every candidate has refused for now; it will be offered again."""
     FINISHING = "finishing"
     """End "done" is sent: from here on the destination may have finished."""
     ENDED = "ended"
@@ -48,6 +52,32 @@ class Piece:
 
 
 @dataclass(slots=True)
+class SourceTurn:
+    """A stream's wait for a slot, in one epoch."""
+
+    stream: Outbound
+    link: Link
+
+    @property
+    def link_id(self) -> int:
+        return self.link.id
+
+    @property
+    def group(self) -> Group:
+        return self.stream.group
+
+    @property
+    def order(self) -> Order:
+        return self.stream.due, self.stream.age, self.stream.chunks
+
+    def alive(self) -> bool:
+        return self.stream.turn is self
+
+    def open(self) -> bool:
+        return bool(self.link.free)
+
+
+@dataclass(slots=True)
 class Outbound:
     """`blocks` counts KV blocks of the whole prompt, `held` those of them whose ids the caller has given so far."""
 
@@ -60,9 +90,21 @@ class Outbound:
     block_tokens: int
     candidates: list[str]
     expires: float
+    due: float
+    """What it is ordered by, within its group."""
+    group: Group
     priority: int
     metadata: bytes
     age: int
+    retry: bool = False
+    """Whether those that refuse for now are asked again."""
+    again: list[str] = field(default_factory=list[str])
+    """Those that did since the last pause."""
+    pause: float = 0.0
+    """The least time after which one of them advised to ask again."""
+    pauses: int = 0
+    counted: str | None = None
+    """The peer among whose streams this one is counted."""
     phase: Phase = Phase.CONNECTING
     epoch: int = 0
     peer: str | None = None
@@ -71,21 +113,19 @@ class Outbound:
     first_block: int = 0
     watermark: list[int] = field(default_factory=list[int])
     pending: deque[Piece] = field(default_factory=deque[Piece])
-    queued: bool = False
+    turn: SourceTurn | None = None
+    """Its place among those who wait for a slot."""
     chunks: int = 0
     announced: int = 0
     confirmed: int = 0
     staged: dict[int, Ready] = field(default_factory=dict[int, Ready])
     in_flight: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
     payload: bytes | None = None
+    stepped: float = 0.0
+    """When it last made a step."""
 
     def __post_init__(self) -> None:
         self.watermark = [0] * self.layers
-
-    @property
-    def urgency(self) -> float:
-        """Sort key before age: the deadline, so that the earliest goes first."""
-        return self.expires
 
     def advance(self, layer: int, start: int, stop: int) -> None:
         """Tokens [start, stop) of a layer are computed. Ranges come in order and may repeat what was said before.
@@ -135,14 +175,23 @@ class Outbound:
         """Begin a new epoch with a destination; what the last one held of our slots is the core's business."""
         self.epoch += 1
         self.peer = peer
+        self.leave(Phase.CONNECTING)
+
+    def leave(self, phase: Phase) -> None:
+        """Have done with the present destination."""
+        self.phase = phase
         self.link = None
         self.num = 0
-        self.phase = Phase.CONNECTING
-        self.queued = False
+        self.turn = None
         self.pending.clear()
         self.staged.clear()
         self.in_flight.clear()
         self.chunks = self.announced = self.confirmed = 0
+
+    def refused(self, peer: str, retry_after: float) -> None:
+        """A candidate said no for now."""
+        self.pause = min(self.pause, retry_after) if self.again else retry_after
+        self.again.append(peer)
 
     def accepted(self, first_token: int) -> None:
         """The destination took the offer: everything that is ready becomes pending, layer by layer."""
@@ -188,6 +237,33 @@ class Outbound:
         while self.in_flight and self.in_flight[0][0] < chunks:
             slots.append(self.in_flight.popleft()[1])
         return slots
+
+    @property
+    def waits_for(self) -> WaitsFor:
+        match self.phase:
+            case Phase.CONNECTING:
+                return "connection"
+            case Phase.OFFERED:
+                return "answer"
+            case Phase.PAUSING:
+                return "retry"
+            case Phase.STREAMING | Phase.ENDED:
+                pass
+            case Phase.FINISHING:
+                return "confirmation" if self.confirmed < self.announced else "end"
+        link = self.link
+        if self.pending and link is not None:
+            return "turn" if link.free and self.turn is not None else "slot"
+        if self.announced < self.chunks:
+            return "turn"
+        if self.confirmed < self.announced and self.all_ready:
+            return "confirmation"
+        return "engine"
+
+    @property
+    def holding(self) -> int:
+        """How many slots the stream holds in this epoch."""
+        return self.chunks - self.confirmed
 
     @property
     def drained(self) -> bool:

@@ -7,6 +7,7 @@ end a stream, to judge a frame that comes late). It decides nothing else about s
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstream import wire
@@ -29,15 +30,21 @@ class Counters:
     """Frames of streams or epochs that had already ended here, and repeated ones; they are ignored."""
     protocol_errors: int = 0
     offers_refused: int = 0
+    stalls: int = 0
+    """Times that a peer made no progress for config.stall_warning."""
     ended: dict[str, int] = field(default_factory=dict[str, int])
     """Streams by the code of their end, both directions."""
 
 
 class Shared:
-    def __init__(self, config: RuntimeConfig, layers: int, block_tokens: int) -> None:
+    def __init__(
+        self, config: RuntimeConfig, layers: int, block_tokens: int, block_bytes: int, jitter: Callable[[], float]
+    ) -> None:
         self.config = config
+        self.jitter = jitter
         self.layers = layers
         self.block_tokens = block_tokens
+        self._short_blocks = config.short_bytes // block_bytes
         self.commands: deque[Command] = deque()
         self.timers = Timers()
         self.links: dict[int, Link] = {}
@@ -49,6 +56,16 @@ class Shared:
         """Ids, and the age of streams: unique and ascending, never 0."""
         self._count += 1
         return self._count
+
+    def due(self, now: float, expires: float, priority: int) -> float:
+        """What a stream that begins now is ordered by: the earliest goes first. Its deadline; but nobody is put off
+        for longer than `patience`, and priority is a head start, so that whoever waits long enough comes first."""
+        config = self.config
+        return min(expires, now + config.patience) - priority * config.priority_step
+
+    def is_short(self, blocks: int) -> bool:
+        """Whether a stream that moves so many blocks, all layers counted, is a short one."""
+        return blocks <= self._short_blocks
 
     def check_open(self) -> None:
         if self.closed is not None:

@@ -19,11 +19,14 @@ from kvstream.errors import (
     Refused,
     from_code,
 )
-from kvstream.scheduler.commands import Accepted, Dial, Ended, Stage
+from kvstream.scheduler.commands import Accepted, Declined, Dial, Ended, Stage
+from kvstream.scheduler.drain import MIN_RETRY_AFTER, DrainRate
 from kvstream.scheduler.links import Ending, Link
-from kvstream.scheduler.outbound import Outbound, Phase
+from kvstream.scheduler.outbound import Outbound, Phase, SourceTurn
 from kvstream.scheduler.shared import Shared, about, text_of
+from kvstream.scheduler.stats import StreamState
 from kvstream.scheduler.timers import Timer
+from kvstream.scheduler.turns import Turns
 
 __all__ = ["Source"]
 
@@ -35,11 +38,44 @@ class Source:
         self._names: set[str] = set()
         self._outgoing: dict[str, Link] = {}
         self._connecting: dict[str, list[int]] = {}
+        self._turns = Turns[SourceTurn](shared.config.share_weights)
+        self._towards: dict[str, int] = {}
+        """Live streams by the peer that they go to, or try."""
+        self._drain = DrainRate()
+        """Streams that end per second."""
+        self._uncut = True
+        """Whether no Stage waits to be begun. One at a time: who is next is decided at the last moment, and what is
+        ready by then can join the chunk."""
         self._unborn: dict[int, tuple[Outbound, KVStreamError]] = {}
         """Streams that ended while their peer was being connected: it may be waiting for them, so it will be told."""
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    def states(self, now: float) -> list[StreamState]:
+        return [
+            StreamState(
+                stream=stream.name,
+                direction="send",
+                peer=stream.peer or "",
+                epoch=stream.epoch,
+                share_class=stream.group[0],
+                waits_for=stream.waits_for,
+                waited=max(0.0, now - stream.stepped),
+                chunks_announced=stream.announced,
+                chunks_confirmed=stream.confirmed,
+                slots=stream.holding,
+            )
+            for stream in self._streams.values()
+        ]
+
+    def towards(self, peer: str) -> tuple[int, Link | None]:
+        """How many live streams go to this peer, and the connection with it."""
+        return self._towards.get(peer, 0), self._outgoing.get(peer)
+
+    def waits_for_slot(self, link: Link) -> bool:
+        """Whether any stream has something ready, and the link no slot for it."""
+        return not link.free and self._turns.waits_for_room(link.id)
 
     @property
     def idle(self) -> bool:
@@ -58,39 +94,50 @@ class Source:
         candidates: Sequence[str],
         deadline: float,
         priority: int,
+        share: str,
         metadata: bytes,
+        retry: bool,
     ) -> int:
         shared = self._shared
         shared.check_open()
-        _check_offer(name, tokens, candidates, deadline, priority, metadata)
+        _check_offer(name, tokens, candidates, deadline, priority, share, metadata)
         if name in self._names:
             raise ConfigError("stream", f"{name!r} is already being sent; a stream id is unique while it lives")
         if len(self._streams) >= shared.config.max_streams:
-            raise Refused(f"{len(self._streams)} streams are being sent already (max_streams)", retry_after=0.1)
+            raise Refused(
+                f"{len(self._streams)} streams are being sent already (max_streams)",
+                retry_after=self._drain.time_for(1),
+            )
+        blocks = math.ceil(tokens / shared.block_tokens)
         stream = Outbound(
             key=shared.next_id(),
             name=name,
             tokens=tokens,
-            blocks=math.ceil(tokens / shared.block_tokens),
+            blocks=blocks,
             held=held,
             layers=shared.layers,
             block_tokens=shared.block_tokens,
             candidates=list(candidates),
             expires=now + deadline,
+            due=shared.due(now, now + deadline, priority),
+            group=(share, shared.is_short(blocks * shared.layers)),
             priority=priority,
             metadata=metadata,
             age=shared.next_id(),
+            retry=retry,
         )
+        self._drain.begun(now)
         self._streams[stream.key] = stream
         self._names.add(name)
         shared.timers.arm(stream.expires, Timer.OUTBOUND, stream.key)
         self._try_next(now, stream)
         return stream.key
 
-    def layer_ready(self, key: int, layer: int, start: int, stop: int) -> None:
+    def layer_ready(self, now: float, key: int, layer: int, start: int, stop: int) -> None:
         stream = self._streams.get(key)
         if stream is not None:
             stream.advance(layer, start, stop)
+            stream.stepped = now
             self._continue(stream)
 
     def extend(self, key: int, blocks: int) -> None:
@@ -109,16 +156,16 @@ class Source:
         stream.payload = payload
         self._continue(stream)
 
-    def fail(self, key: int, error: KVStreamError) -> None:
+    def fail(self, now: float, key: int, error: KVStreamError) -> None:
         stream = self._streams.get(key)
         if stream is not None:
-            self._end(stream, about(error, stream.name), tell=True)
+            self._end(now, stream, about(error, stream.name), tell=True)
 
-    def fail_all(self, error: KVStreamError) -> None:
+    def fail_all(self, now: float, error: KVStreamError) -> None:
         for key in list(self._streams):
-            self.fail(key, error)
+            self.fail(now, key, error)
 
-    def expired(self, key: int) -> None:
+    def expired(self, now: float, key: int) -> None:
         """A stream's deadline has passed."""
         stream = self._streams[key]
         state = f"{stream.phase.value} to {stream.peer}"
@@ -126,7 +173,7 @@ class Source:
             state += f", {stream.confirmed} of {stream.announced} announced chunks confirmed"
         if missing := len(stream.missing_layers):
             state += f", {missing} layers not ready"
-        self._end(stream, DeadlineExceeded(f"stream {stream.name}: the deadline passed ({state})"), tell=True)
+        self._end(now, stream, DeadlineExceeded(f"stream {stream.name}: the deadline passed ({state})"), tell=True)
 
     def connecting(self, peer: str) -> list[str]:
         keys = self._connecting.get(peer, [])
@@ -151,21 +198,22 @@ class Source:
                 self._next_or_end(now, stream, error)
 
     def link_lost(self, now: float, link: Link, error: KVStreamError) -> None:
+        self._turns.forget(link.id)
         if self._outgoing.get(link.peer) is link:
             del self._outgoing[link.peer]
         for stream in list(link.outbound.values()):
             if stream.phase is Phase.FINISHING:
-                self._end(stream, _in_doubt(error, stream), tell=False)
+                self._end(now, stream, _in_doubt(error, stream), tell=False)
             else:
                 self._next_or_end(now, stream, error)
 
     # ------------------------------------------------------------------ reports on Stage
 
-    def staging(self, link: Link) -> None:
-        link.uncut = True
-        self._stage(link)
+    def staging(self) -> None:
+        self._uncut = True
+        self._stage()
 
-    def staged(self, link: Link, command: Stage, generation: int, checksum: int) -> None:
+    def staged(self, now: float, link: Link, command: Stage, generation: int, checksum: int) -> None:
         stream = self._staging(command)
         if stream is None:
             self._release(link, [command.slot])
@@ -183,13 +231,14 @@ class Source:
             command.layers,
         )
         for ready in stream.announce():
+            stream.stepped = now
             self._shared.transmit(link, ready)
         self._continue(stream)
 
-    def stage_failed(self, link: Link, command: Stage, error: KVStreamError) -> None:
+    def stage_failed(self, now: float, link: Link, command: Stage, error: KVStreamError) -> None:
         stream = self._staging(command)
         if stream is not None:
-            self._end(stream, about(error, stream.name), tell=True)
+            self._end(now, stream, about(error, stream.name), tell=True)
         self._release(link, [command.slot])
 
     def _staging(self, command: Stage) -> Outbound | None:
@@ -207,20 +256,25 @@ class Source:
                 raise ProtocolError(
                     f"stream {stream.name}: {frame.chunks} chunks confirmed of {stream.announced} announced"
                 )
-            self._release(link, stream.confirm(frame.chunks))
+            slots = stream.confirm(frame.chunks)
+            if slots:
+                stream.stepped = now
+            self._enqueue(stream)
+            self._release(link, slots)
         elif stream.phase is not Phase.OFFERED:
             raise ProtocolError(f"stream {stream.name}: a second answer to its offer")
         elif isinstance(frame, wire.Accept):
             if frame.first_token > stream.tokens:
                 raise ProtocolError(f"stream {stream.name}: accepted from token {frame.first_token} of {stream.tokens}")
             stream.accepted(frame.first_token)
+            stream.stepped = now
             self._shared.commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch))
             self._continue(stream)
         else:
             del link.outbound[stream.num]
             self._next_or_end(now, stream, from_code(frame.code, frame.message, retry_after=frame.retry_after))
 
-    def on_end(self, link: Link, frame: wire.End) -> None:
+    def on_end(self, now: float, link: Link, frame: wire.End) -> None:
         ending = link.ending.get(frame.num)
         if ending is not None and ending.epoch == frame.epoch:
             # Whether it answers our End or has crossed it: the peer reads no more.
@@ -239,7 +293,7 @@ class Source:
         self._shared.answer(link, frame)
         slots = [slot for _, slot in stream.in_flight]
         error = None if done else from_code(frame.code, frame.message)
-        self._end(stream, error, tell=False)
+        self._end(now, stream, error, tell=False)
         self._release(link, slots)
 
     def _on_link(self, link: Link, num: int, epoch: int) -> Outbound | None:
@@ -254,6 +308,8 @@ class Source:
     def _try_next(self, now: float, stream: Outbound) -> None:
         peer = stream.candidates.pop(0)
         stream.offer_to(peer)
+        self._count(stream, peer)
+        stream.stepped = now
         link = self._outgoing.get(peer)
         if link is not None and not link.dropping:
             self._offer(now, stream, link)
@@ -263,23 +319,67 @@ class Source:
             self._connecting[peer] = [stream.key]
             self._shared.commands.append(Dial(peer))
 
+    def _count(self, stream: Outbound, peer: str | None) -> None:
+        """Count a stream among those of this peer, and no longer of another."""
+        before, stream.counted = stream.counted, peer
+        if before is not None:
+            self._towards[before] -= 1
+            if not self._towards[before]:
+                del self._towards[before]
+        if peer is not None:
+            self._towards[peer] = self._towards.get(peer, 0) + 1
+
     def _next_or_end(self, now: float, stream: Outbound, error: KVStreamError) -> None:
-        """This destination is out: on to the next candidate, or the end."""
+        """This destination is out: on to the next candidate, to a pause before all are asked again, or to the end."""
+        if stream.peer is not None:
+            self._shared.commands.append(Declined(stream.peer, error))
+        if stream.retry and stream.peer is not None and isinstance(error, Refused) and error.retry_after is not None:
+            stream.refused(stream.peer, error.retry_after)
         if stream.candidates:
             self._try_next(now, stream)
+        elif stream.again and self._pause(now, stream):
+            stream.stepped = now
         else:
-            self._end(stream, about(error, stream.name), tell=False)
+            self._end(now, stream, about(error, stream.name), tell=False)
+
+    def _pause(self, now: float, stream: Outbound) -> bool:
+        """Wait before those who refused for now are asked again; False when the deadline leaves no time for that.
+
+        As long as they advise, and longer each time at least, which bounds how often they are asked; and spread, so
+        that those who were refused together do not come back together.
+        """
+        wait = max(stream.pause, MIN_RETRY_AFTER * 2**stream.pauses) * (1.0 + self._shared.jitter() / 2)
+        if now + wait >= stream.expires:
+            return False
+        stream.leave(Phase.PAUSING)
+        self._count(stream, None)
+        stream.pauses += 1
+        self._shared.timers.arm(now + wait, Timer.RETRY, stream.key)
+        return True
+
+    def ask_again(self, now: float, key: int) -> None:
+        """The pause of a stream is over."""
+        stream = self._streams[key]
+        stream.candidates, stream.again = stream.again, []
+        self._try_next(now, stream)
 
     def _offer(self, now: float, stream: Outbound, link: Link) -> None:
         link.last_num += 1
         stream.num = link.last_num
         stream.link = link
         stream.phase = Phase.OFFERED
+        stream.stepped = now
         link.outbound[stream.num] = stream
         self._shared.watch(now, link)
-        remaining = min(max(0.0, stream.expires - now), wire.MAX_SECONDS)
         frame = wire.Offer(
-            stream.num, stream.epoch, stream.name, stream.tokens, remaining, stream.priority, stream.metadata
+            stream.num,
+            stream.epoch,
+            stream.name,
+            stream.tokens,
+            min(max(0.0, stream.expires - now), wire.MAX_SECONDS),
+            stream.priority,
+            stream.metadata,
+            stream.group[0],
         )
         self._shared.transmit(link, frame)
 
@@ -288,20 +388,43 @@ class Source:
         link = stream.link
         if link is None or stream.phase is not Phase.STREAMING:
             return
-        if stream.pending:
-            link.enqueue(stream)
-            self._stage(link)
+        self._enqueue(stream)
+        self._stage()
         if stream.payload is not None and stream.drained:
             stream.phase = Phase.FINISHING
             end = wire.End(stream.num, stream.epoch, "done", chunks=stream.chunks, payload=stream.payload)
             self._shared.transmit(link, end)
 
-    def _stage(self, link: Link) -> None:
-        """Give a free slot to the next chunk, of the most urgent stream."""
-        if link.uncut and link.free and not link.dropping and (stream := link.next_waiting()) is not None:
-            link.uncut = False
+    def _enqueue(self, stream: Outbound) -> None:
+        """Let a stream that has blocks ready wait for a slot, unless it does already, or holds its share of them."""
+        link = stream.link
+        if (
+            link is not None
+            and stream.phase is Phase.STREAMING
+            and stream.pending
+            and stream.turn is None
+            and stream.holding < link.stream_slots
+        ):
+            stream.turn = SourceTurn(stream, link)
+            self._turns.push(stream.turn)
+
+    def _stage(self) -> None:
+        """Give a free slot to the next chunk of whose turn it is."""
+        if not self._uncut:
+            return
+        while (turn := self._turns.pop()) is not None:
+            stream, link = turn.stream, turn.link
+            stream.turn = None
+            if link.dropping:
+                continue
+            self._uncut = False
+            if not link.owed:
+                link.progressed()
             slot = link.free.pop()
             chunk, piece = stream.cut(link.slot_blocks, link.group_blocks)
+            count = piece.stop - piece.first
+            self._turns.charge(turn, count * piece.layers)
+            self._enqueue(stream)
             self._shared.commands.append(
                 Stage(
                     link.id,
@@ -310,32 +433,42 @@ class Source:
                     chunk,
                     piece.layer,
                     piece.first,
-                    piece.stop - piece.first,
+                    count,
                     slot,
-                    (stream.urgency, stream.age, chunk),
+                    (stream.due, stream.age, chunk),
                     piece.layers,
                 )
             )
-            link.enqueue(stream)
+            return
 
     def _release(self, link: Link, slots: Iterable[int]) -> None:
-        link.release(slots)
-        self._stage(link)
+        """Slots that neither side uses any more."""
+        before = len(link.free)
+        link.free.extend(slots)
+        if len(link.free) > before:
+            link.progressed()
+            self._turns.room(link.id)
+        self._stage()
 
-    def _end(self, stream: Outbound, error: KVStreamError | None, *, tell: bool) -> None:
+    def _end(self, now: float, stream: Outbound, error: KVStreamError | None, *, tell: bool) -> None:
         """The one place where a source's stream ends. With `tell` the peer hears of it, and the slots that it may read
         stay taken until it answers; those still being staged come back with the report on their Stage."""
         shared = self._shared
         del self._streams[stream.key]
         self._names.remove(stream.name)
+        self._count(stream, None)
+        self._drain.finished(now, 1, more=bool(self._streams))
         shared.timers.cancel(Timer.OUTBOUND, stream.key)
+        shared.timers.cancel(Timer.RETRY, stream.key)
+        connecting = stream.phase is Phase.CONNECTING
         if tell and error is not None and stream.phase is Phase.FINISHING and stream.peer is not None:
             error.in_doubt = (stream.peer,)
         stream.phase = Phase.ENDED
+        stream.turn = None
         shared.ended(Ended(stream.key, error, b"", stream.epoch, stream.peer, provisional=False))
         link = stream.link
         if link is None:
-            if tell and error is not None and len(self._unborn) < shared.config.max_streams:
+            if tell and connecting and error is not None and len(self._unborn) < shared.config.max_streams:
                 self._unborn[stream.key] = stream, error
             return
         if tell and error is not None:
@@ -353,7 +486,7 @@ class Source:
 
 
 def _check_offer(
-    name: str, tokens: int, candidates: Sequence[str], deadline: float, priority: int, metadata: bytes
+    name: str, tokens: int, candidates: Sequence[str], deadline: float, priority: int, share: str, metadata: bytes
 ) -> None:
     """Raise ConfigError for what a peer would refuse to decode: that would cost the connection, not just the stream."""
     if not 0 < len(name) <= wire.MAX_STREAM_ID or name != name.encode(errors="replace").decode():
@@ -366,6 +499,8 @@ def _check_offer(
         raise ConfigError("deadline", "must be a number of seconds, is NaN")
     if abs(priority) > wire.MAX_PRIORITY:
         raise ConfigError("priority", f"must be {-wire.MAX_PRIORITY} to {wire.MAX_PRIORITY}, is {priority}")
+    if len(share) > wire.MAX_SHARE or share != share.encode(errors="replace").decode():
+        raise ConfigError("share_class", f"must be at most {wire.MAX_SHARE} characters of valid Unicode, is {share!r}")
     if len(metadata) > wire.MAX_METADATA:
         raise ConfigError("metadata", f"takes {len(metadata)} bytes, the limit is {wire.MAX_METADATA}")
 

@@ -158,6 +158,12 @@ class Connection(ABC):
     lent_runs: int = 0
     """The most runs that one slot can lend; 0 where `lends` is False. Set with the lane."""
 
+    @property
+    def quarantined(self) -> int:
+        """Bytes of staging memory that the connection keeps although it is lost, since its fence was not reached in
+        time: a peer may still touch them. 0 before that, and once it is reached."""
+        return 0
+
     @abstractmethod
     def describe(self) -> str:
         """What carries the bytes of this connection, for logs and `doctor`: "tcp/lo", for example."""

@@ -669,6 +669,10 @@ class UcxConnection(Connection):
     def close(self) -> None:
         self._lose(PeerLost(f"connection to {self.peer_address} was closed here"), discard=True)
 
+    @property
+    def quarantined(self) -> int:
+        return self._taken if self._quarantined else 0
+
     async def fence(self) -> None:
         fencing = self.abandon()
         # wait() leaves the task alone when this call is cancelled or its time is up.

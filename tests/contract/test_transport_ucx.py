@@ -212,9 +212,10 @@ async def test_memory_without_a_fence_stays_in_quarantine(
         await connection.fence()
         await connection.fence()
     budget = harness.source.budget
-    assert budget.quarantined == budget.used > 0
+    assert connection.quarantined == budget.quarantined == budget.used > 0
     settled.set_result(None)
     await connection.fence()
+    assert connection.quarantined == 0
     await pair.destination.connection.fence()
     harness.assert_budgets_returned()
 

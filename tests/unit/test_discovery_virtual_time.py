@@ -192,9 +192,14 @@ def test_a_frozen_worker_leaves_when_its_lease_ends() -> None:
             assert isinstance(await anext(changes), Joined)
             await freeze(broker, registry, "a")
             frozen = asyncio.get_running_loop().time()
+            assert not viewer.is_suspect("a/0")
             assert isinstance(await anext(changes), Suspect)
+            assert viewer.is_suspect("a/0")
+            assert [worker.id for worker in viewer.records()] == ["a/0"]
             left = await anext(changes)
             assert isinstance(left, Left) and left.reason == "lost"
+            assert not viewer.is_suspect("a/0")
+            assert viewer.records() == []
             assert asyncio.get_running_loop().time() - frozen <= 10.5
         await registry.aclose()
 

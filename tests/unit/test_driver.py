@@ -49,6 +49,9 @@ class Script:
     def staging(self, command: Stage) -> None:
         self.begun.append(command.stream)
 
+    def moving(self, command: Move) -> None:
+        self.begun.append(command.stream)
+
     def tick(self, now: float) -> None:
         self.ticks.append(now)
         self.due = None
@@ -241,6 +244,22 @@ async def test_the_core_hears_of_a_gather_before_it_is_performed(pump: Pump) -> 
     for _ in range(3):
         await turn()
     assert begun == [[1], [1, 2]]
+
+
+async def test_the_core_hears_of_a_read_before_it_is_performed_and_may_give_the_next(pump: Pump) -> None:
+    """The read itself may report much later: what the core gives when it begins must not wait for that."""
+
+    def begin(entry: Any) -> None:
+        assert pump.core.begun[-1] == entry[1]
+        if entry == ("move", 1):
+            pump.give(move(2, 2.0))
+
+    pump.effects.on = begin
+    pump.give(move(1, 1.0))
+    pump.driver.pump()
+    for _ in range(3):
+        await turn()
+    assert pump.log() == [("move", 1), ("move", 2)]
 
 
 async def test_frames_and_timers_do_not_wait_behind_bulk(pump: Pump) -> None:

@@ -293,7 +293,7 @@ async def test_default_policy_takes_the_least_loaded_decode_worker(cluster: Clus
 
 async def test_default_policy_without_a_fitting_worker(cluster: Cluster) -> None:
     source = await cluster.worker("prefill-0", roles=("prefill",), config=RuntimeConfig(connect_timeout=0.1))
-    with pytest.raises(Refused, match="no decode worker"):
+    with pytest.raises(Refused, match="found no worker of rank 0"):
         async with source.send("r", blocks=SOURCE, tokens=TOKENS):
             pass
 

@@ -170,7 +170,9 @@ def test_wrong_types_in_runtime(field: str, value: object) -> None:
     [
         ("slots", 1.5), ("slots", "8"), ("slots", 0), ("slots", 5000), ("slot_bytes", 2 << 30), ("deadline", "x"),
         ("deadline", float("inf")), ("connect_timeout", float("nan")), ("max_streams", True), ("lease_ttl", None),
-        ("lease_ttl", 1.5), ("stall_timeout", 0.1),
+        ("lease_ttl", 1.5), ("stall_timeout", 0.1), ("stream_share", 1.5), ("moves", 0), ("patience", -1.0),
+        ("share_weights", None), ("share_weights", {"a": 0}), ("share_weights", {1: 1.0}),
+        ("share_weights", {"a": True}),
     ],
 )  # fmt: skip
 def test_wrong_configuration(field: str, value: object) -> None:

@@ -53,7 +53,7 @@ CONFIG = RuntimeConfig(
 
 
 class Side:
-    """One core with a clock, and the commands that it gave. Gathers are begun as soon as they are asked for."""
+    """One core with a clock, and the commands that it gave. Gathers and reads begin as soon as they are asked for."""
 
     def __init__(self, config: RuntimeConfig = CONFIG) -> None:
         self.core = Scheduler(config, layers=LAYERS, block_tokens=BLOCK_TOKENS)
@@ -67,6 +67,8 @@ class Side:
             for command in more:
                 if isinstance(command, Stage):
                     self.core.staging(command)
+                elif isinstance(command, Move):
+                    self.core.moving(command)
         return commands
 
     def taken(self, kind: type[C]) -> list[C]:
@@ -897,11 +899,11 @@ def test_a_name_is_received_and_offered_once(side: Side) -> None:
 
 def test_a_handler_is_asked_once_per_offer_also_of_those_before_it(side: Side) -> None:
     side.up(outgoing=False, peer="src")
-    side.hear(wire.Offer(1, 2, "x", 8, 5.0, 3, b"meta"))
+    side.hear(wire.Offer(1, 2, "x", 8, 5.0, 3, b"meta", "gold"))
     side.core.set_handler(True)
     side.core.set_handler(True)
     asked = side.one(Offered)
-    assert asked == Offered(asked.offer, "src", "x", 2, 8, 3, 5.0, b"meta")
+    assert asked == Offered(asked.offer, "src", "x", 2, 8, 3, 5.0, b"meta", "gold")
     side.hear(wire.Offer(2, 1, "y", 8))
     refused = side.one(Offered).offer
     key = side.core.accept(side.now, asked.offer, first_token=4)

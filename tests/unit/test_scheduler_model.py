@@ -8,6 +8,7 @@ was drawn is asserted while it runs (`Node.perform`) and once it has come to res
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -46,6 +47,14 @@ CONFIG = RuntimeConfig(
     idle_timeout=100.0,
     max_pending_offers=3,
     max_streams=6,
+    max_pending_tokens=40,
+    max_receiving=2,
+    reservation_timeout=1.0,
+    moves=3,
+    peer_moves=2,
+    short_bytes=6,
+    share_weights={"gold": 3.0},
+    patience=1.0,
 )
 ACTIVE = 2.0
 """Users act and faults begin in this many first seconds."""
@@ -120,7 +129,7 @@ class Node:
     def __init__(self, net: Net, name: str) -> None:
         self.net = net
         self.name = name
-        self.core = Scheduler(CONFIG, layers=LAYERS, block_tokens=BLOCK_TOKENS)
+        self.core = Scheduler(CONFIG, layers=LAYERS, block_tokens=BLOCK_TOKENS, jitter=net.rng.random)
         self.frozen = False
         self.dead = False
         self.backlog: list[Callable[[], None]] = []
@@ -129,8 +138,14 @@ class Node:
         self.over: set[tuple[int, int]] = set()
         """(link, num) of streams whose last End this side has sent."""
         self.streams: dict[int, Truth] = {}
+        self.unbegun: Counter[type[Command]] = Counter()
+        """Gathers and reads that were given out and wait to be begun."""
+        self.reading: Counter[int] = Counter()
+        """Reads that were given out and not reported, by link."""
         self.asked: set[int] = set()
         self.answered: set[int] = set()
+        self.at_work: dict[str, int] = {}
+        """Offers that the handler has been given and that still stand, by stream."""
         self.tick_due: float | None = None
 
     # -- time
@@ -201,11 +216,15 @@ class Node:
             case Offered():
                 assert command.offer not in self.asked
                 self.asked.add(command.offer)
+                self.at_work[command.stream] = command.offer
+                accepted = [t for t in self.streams.values() if not t.outgoing and t.wire is not None and t.end is None]
+                assert len(self.at_work) + len(accepted) <= CONFIG.max_receiving
                 self.net.handle(self, command)
             case Withdrawn():
                 assert command.offer in self.asked
                 assert command.offer not in self.answered, "an offer was withdrawn by this side's own answer"
                 self.answered.add(command.offer)
+                self.at_work = {name: offer for name, offer in self.at_work.items() if offer != command.offer}
             case Accepted():
                 self.live(command.stream).wire = self.links[command.link]
             case Arrived():
@@ -238,8 +257,11 @@ class Node:
                 self.over.add((link, frame.num))
         elif isinstance(frame, wire.Offer):
             self.net.offered[conn, frame.num] = frame.stream
+        elif isinstance(frame, wire.Refuse):
+            self.at_work.pop(self.net.offered[conn, frame.num], None)
         elif isinstance(frame, wire.Accept):
             name = self.net.offered[conn, frame.num]
+            self.at_work.pop(name, None)
             (truth,) = [t for t in self.streams.values() if t.name == name and t.end is None and not t.outgoing]
             truth.num = frame.num
         self.net.send(self, conn, frame)
@@ -255,8 +277,13 @@ class Node:
         slot.generation += 1
         slot.stream, slot.chunk = command.stream, command.chunk
         slot.content = (truth.name, command.layer, command.layers, command.first, command.count)
+        held = [s for s in conn.slots if s.stream == command.stream and s.state != "free"]
+        assert len(held) <= math.ceil(len(conn.slots) * CONFIG.stream_share), "more slots than a stream's share"
+        self.unbegun[Stage] += 1
+        assert self.unbegun[Stage] == 1, "one gather at a time waits to be begun"
 
         def begin() -> None:
+            self.unbegun[Stage] -= 1
             self.core.staging(command)
             self.later(report)
 
@@ -283,8 +310,20 @@ class Node:
         assert slot.content == (truth.name, command.layer, command.layers, command.first, command.count)
         slot.readers += 1
         truth.moving += 1
+        self.unbegun[Move] += 1
+        assert self.unbegun[Move] == 1, "one read at a time waits to be begun"
+        self.reading[command.link] += 1
+        assert self.reading[command.link] <= CONFIG.peer_moves
+        assert sum(self.reading[link] for link in self.links) <= CONFIG.moves
+
+        def begin() -> None:
+            self.unbegun[Move] -= 1
+            self.core.moving(command)
+            if not self.net.chance(0.003 * self.net.trouble):  # else it never completes, as a read of a dead path may
+                self.later(report)
 
         def report() -> None:
+            self.reading[command.link] -= 1
             slot.readers -= 1
             truth.moving -= 1
             if conn.link_of(self) not in self.links:
@@ -302,8 +341,7 @@ class Node:
                         assert truth.delivered[layer, block] == 1, "a block was moved twice"
             self.core.moved(self.net.now, command)
 
-        if not self.net.chance(0.003 * self.net.trouble):  # else it never completes, as a read of a dead path may
-            self.later(report)
+        self.later(begin)
 
     def ended(self, command: Ended) -> None:
         truth = self.live(command.stream)
@@ -449,7 +487,15 @@ class Net:
         held = rng.randint(0, blocks)
         try:
             key = node.core.send(
-                self.now, name, tokens=tokens, held=held, candidates=candidates, deadline=self.deadline()
+                self.now,
+                name,
+                tokens=tokens,
+                held=held,
+                candidates=candidates,
+                deadline=self.deadline(),
+                priority=rng.choice([0, 0, -100, 100]),
+                share=rng.choice(["", "gold", "plain"]),
+                retry=self.chance(0.3),
             )
         except KVStreamError:
             return
