@@ -24,10 +24,12 @@ Observer = Callable[..., None]
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A process on the network. `host` names the machine it runs on: processes of one host share memory."""
+    """A process on the network. `host` names the machine it runs on: processes of one host share memory. `label` is
+    the name that partitions and slowdowns go by, the same for all lives of a worker."""
 
     process: Process
     host: str
+    label: str
 
     @property
     def name(self) -> str:
@@ -67,7 +69,7 @@ class Conditions:
     bandwidth: float = 50e6
     """Between hosts; within one it is eight times as much."""
     slowdown: dict[str, float] = field(default_factory=dict[str, float])
-    """Factors on latency and transfer time, by node."""
+    """Factors on latency and transfer time, by label."""
 
 
 class Network:
@@ -77,15 +79,13 @@ class Network:
         self.world = world
         self.conditions = conditions or Conditions()
         self.observe: Observer = observe or _ignore
-        self.nodes: dict[str, Node] = {}
         self._partitions: list[Partition] = []
         self._pipes: dict[tuple[str, str], _Pipe] = {}
         self._blocked: list[tuple[Node, Node, Callable[[], object]]] = []
 
-    def node(self, process: Process, host: str) -> Node:
+    def node(self, process: Process, host: str, label: str = "") -> Node:
         """Put a process on the network."""
-        node = self.nodes[process.name] = Node(process, host)
-        return node
+        return Node(process, host, label or process.name)
 
     # -- partitions
 
@@ -104,7 +104,7 @@ class Network:
             self.cross(source, target, go_on)
 
     def reachable(self, source: Node, target: Node) -> bool:
-        return not any(partition.cuts(source.name, target.name) for partition in self._partitions)
+        return not any(partition.cuts(source.label, target.label) for partition in self._partitions)
 
     def cross(self, source: Node, target: Node, go_on: Callable[[], object]) -> None:
         """Call `go_on` now, or when there is a way again from `source` to `target`."""
@@ -136,7 +136,7 @@ class Network:
         factors = self.conditions.slowdown
         if not factors:
             return 1.0
-        return max(factors.get(source.name, 1.0), factors.get(target.name, 1.0))
+        return max(factors.get(source.label, 1.0), factors.get(target.label, 1.0))
 
     def after(self, delay: float, call: Callable[[], object]) -> None:
         """Call in `delay` seconds, from outside of every process."""

@@ -1,0 +1,120 @@
+"""Makes happen what a fault schedule says, at its time, and undoes it at its end.
+
+Owns what is wrong at a moment, so that `heal` can end all of it. It acts from outside of every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from kvstream.sim.cluster import Cluster, Life
+from kvstream.sim.plan import Fault
+
+__all__ = ["Injector"]
+
+
+class Injector:
+    """`over` when nothing is wrong any more and nothing will be."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._due = len(cluster.scenario.faults)
+        self._undo: dict[int, Callable[[], None]] = {}
+        for number, fault in enumerate(cluster.scenario.faults):
+            cluster.world.fabric.call_at(fault.at, self._begin, number, fault)
+
+    @property
+    def over(self) -> bool:
+        return self._due == 0 and not self._undo
+
+    def _begin(self, number: int, fault: Fault) -> None:
+        self._due -= 1
+        cluster = self._cluster
+        cluster.ledger.note("fault", fault.kind, fault.who, fault.other, fault.lasts, fault.value, fault.flag)
+        undo = self._apply(fault)
+        if undo is not None:
+            self._undo[number] = undo
+            cluster.world.fabric.call_later(fault.lasts, self._end, number)
+
+    def _end(self, number: int) -> None:
+        undo = self._undo.pop(number, None)
+        if undo is not None:
+            self._cluster.ledger.note("undo", number)
+            undo()
+
+    def _apply(self, fault: Fault) -> Callable[[], None] | None:
+        """Do it; returns what undoes it, if that makes sense."""
+        cluster = self._cluster
+        match fault.kind:
+            case "kill":
+                return self._kill(cluster.lives[fault.who[0]], again=bool(fault.lasts))
+            case "leave":
+                return self._leave(cluster.lives[fault.who[0]], again=bool(fault.lasts))
+            case "freeze":
+                return self._freeze(cluster.lives[fault.who[0]], fault)
+            case "slow":
+                return self._slow(cluster.lives[fault.who[0]], fault)
+            case "lag":
+                slowdown = cluster.network.conditions.slowdown
+                slowdown[fault.who[0]] = fault.value
+                return partial(_forget, slowdown, fault.who[0])
+            case "cut":
+                return partial(cluster.network.heal, cluster.network.cut(fault.who, fault.other))
+            case "break":
+                self._break(fault.who[0], fault.who[1])
+                return None
+            case "broker_down":
+                cluster.broker.stop()
+                return partial(cluster.broker.start, wipe=fault.flag)
+            case "broker_freeze":
+                cluster.broker.process.hold()
+                return partial(cluster.broker.process.release, timers_first=fault.flag)
+            case "broker_late":
+                cluster.broker.lateness, cluster.broker.duplicates = fault.value, 0.5
+                return self._prompt
+            case "broker_reset":
+                cluster.broker.reset(cluster.lives[fault.who[0]].node)
+                return None
+            case "clash":
+                return partial(cluster.leave, cluster.rival(fault.who[0]))
+
+    def _prompt(self) -> None:
+        self._cluster.broker.lateness = self._cluster.broker.duplicates = 0.0
+
+    def _kill(self, life: Life, *, again: bool) -> Callable[[], None] | None:
+        self._cluster.kill(life)
+        return partial(self._restart, life) if again else None
+
+    def _leave(self, life: Life, *, again: bool) -> Callable[[], None] | None:
+        self._cluster.leave(life)
+        return partial(self._restart, life) if again else None
+
+    def _restart(self, life: Life) -> None:
+        if self._cluster.lives[life.plan.name] is life:
+            self._cluster.begin(life.plan.name)
+
+    def _freeze(self, life: Life, fault: Fault) -> Callable[[], None] | None:
+        if not life.process.alive:
+            return None
+        life.process.hold()
+        self._disturb(life, fault)
+        return partial(life.process.release, timers_first=fault.flag)
+
+    def _slow(self, life: Life, fault: Fault) -> Callable[[], None]:
+        life.process.pace = fault.value
+        self._disturb(life, fault)
+        return partial(setattr, life.process, "pace", 0.0)
+
+    def _disturb(self, life: Life, fault: Fault) -> None:
+        now = self._cluster.world.now
+        self._cluster.ledger.disturbed.setdefault(life.name, []).append((now, now + fault.lasts))
+
+    def _break(self, one: str, other: str) -> None:
+        for link in list(self._cluster.board.links.values()):
+            if {end.node.label for end in link.ends} == {one, other}:
+                self._cluster.board.break_link(link.number)
+
+
+def _forget(slowdown: dict[str, float], label: str) -> None:
+    slowdown.pop(label, None)

@@ -1,0 +1,182 @@
+"""What happened in a run, and what must not have: the event log with its hash, the ends of every stream, violations.
+
+Owns the invariants between the two sides of a stream. It observes only; nothing that it does may change the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstream.errors import KVStreamError, Recalled
+
+__all__ = ["Ledger", "Side"]
+
+_SLACK = 0.05
+"""Seconds that an end may come after what bounds it."""
+_MAX_VIOLATIONS = 50
+
+
+@dataclass(slots=True)
+class Side:
+    """One end of a stream as its user sees it.
+
+    `code` is None while it lives, "done", or an error's code; "absent" where it never was a stream (its worker was not
+    there, or refused at once), "dead" where its process was killed before it ended.
+    """
+
+    stream: str
+    worker: str
+    process: str
+    opened: float
+    bound: float
+    """When it has to have ended by its own deadline."""
+    code: str | None = None
+    text: str = ""
+    ended: float = 0.0
+    peer: str = ""
+    epoch: int = 0
+    in_doubt: tuple[str, ...] = ()
+    provisional: bool = False
+    verified: set[int] = field(default_factory=set[int])
+    """Layers whose bytes were right when the stream said that they had arrived."""
+    payload: object = None
+
+    def end(self, now: float, code: str, error: KVStreamError | None = None) -> None:
+        self.code = code
+        self.ended = now
+        if error is not None:
+            self.text = str(error)
+            self.in_doubt = error.in_doubt
+
+    @property
+    def done(self) -> bool:
+        return self.code == "done"
+
+
+class Ledger:
+    """`now` is the virtual clock. `listeners` hear each note (time, kind, fields), for a timeline."""
+
+    def __init__(self, now: Callable[[], float], *, layers: int) -> None:
+        self._now = now
+        self._layers = layers
+        self._hash = hashlib.blake2b(digest_size=16)
+        self.violations: list[str] = []
+        self.sources: dict[str, Side] = {}
+        self.destinations: dict[str, list[Side]] = {}
+        self.disturbed: dict[str, list[tuple[float, float]]] = {}
+        """When each process was stopped or slowed, (from, to)."""
+        self.listeners: list[Callable[[float, str, tuple[object, ...]], None]] = []
+
+    # -- the log
+
+    def note(self, kind: str, *fields: object) -> None:
+        """Put an event into the log. Its fields must print the same in every process."""
+        now = self._now()
+        self._hash.update(f"{now:.9f} {kind} {fields}\n".encode())
+        for listener in self.listeners:
+            listener(now, kind, fields)
+
+    @property
+    def log_hash(self) -> str:
+        return self._hash.hexdigest()
+
+    def violation(self, text: str) -> None:
+        """Something that must never happen."""
+        if len(self.violations) < _MAX_VIOLATIONS:
+            self.violations.append(f"{self._now():.6f} {text}")
+            self.note("violation", text)
+
+    # -- the sides
+
+    def source(self, stream: str, worker: str, process: str, bound: float) -> Side:
+        side = self.sources[stream] = Side(stream, worker, process, self._now(), bound)
+        return side
+
+    def destination(self, stream: str, worker: str, process: str, bound: float) -> Side:
+        side = Side(stream, worker, process, self._now(), bound)
+        self.destinations.setdefault(stream, []).append(side)
+        return side
+
+    @property
+    def sides(self) -> list[Side]:
+        return [*self.sources.values(), *(side for sides in self.destinations.values() for side in sides)]
+
+    def close_side(self, side: Side, code: str, error: KVStreamError | None = None, *, at: float | None = None) -> None:
+        """A side has ended (now, or `at`), and its user knows."""
+        if side.code is not None:
+            self.violation(f"{_name(side)} ended as {side.code}, and again as {code}")
+            return
+        side.end(self._now() if at is None else at, code, error)
+        self.note("end", side.stream, side.process, code, side.peer, side.epoch, side.in_doubt, side.provisional)
+        if code in ("protocol", "layout"):
+            self.violation(f"{_name(side)} ended as {code} although nobody broke the protocol: {side.text}")
+        if code == "corrupted" and not isinstance(error, Recalled):
+            self.violation(f"{_name(side)} ended as corrupted although nothing was: {side.text}")
+        if code == "failed":
+            self.violation(f"{_name(side)} ended without a typed reason: {side.text}")
+
+    def process_killed(self, process: str) -> None:
+        """Its sides that have not ended never will."""
+        for side in self.sides:
+            if side.process == process and side.code is None:
+                side.end(self._now(), "dead")
+
+    # -- judgement, when all is over
+
+    def judge(self) -> None:
+        """Hold the sides of each stream against each other."""
+        for side in self.sides:
+            if side.code is None:
+                self.violation(f"{_name(side)} is still live at the end")
+            elif side.code not in ("dead", "absent"):
+                self._judge_bound(side)
+        for stream, sides in self.destinations.items():
+            source = self.sources.get(stream)
+            self._judge_destinations(source, sides)
+        for source in self.sources.values():
+            self._judge_source(source, self.destinations.get(source.stream, []))
+
+    def _judge_bound(self, side: Side) -> None:
+        late = side.ended - side.bound
+        excess = sum(
+            max(0.0, min(stop, side.ended) - max(start, side.opened))
+            for start, stop in self.disturbed.get(side.process, ())
+        )
+        if late > excess + _SLACK:
+            self.violation(f"{_name(side)} ended {late:.3f} s after its bound ({side.code}: {side.text})")
+
+    def _judge_destinations(self, source: Side | None, sides: list[Side]) -> None:
+        done = [side for side in sides if side.done]
+        if len(done) > 1:
+            self.violation(f"stream {done[0].stream} is done at {[side.process for side in done]}: two decoders")
+        for side in done:
+            if len(side.verified) != self._layers:
+                self.violation(f"{_name(side)} is done with layers {sorted(side.verified)} verified")
+            if source is None:
+                self.violation(f"{_name(side)} is done without a source")
+            elif source.done:
+                if (side.worker, side.epoch) != (source.peer.partition("/")[0], source.epoch):
+                    self.violation(f"{_name(side)} is done in epoch {side.epoch}; its source says {source}")
+                if side.payload != source.payload:
+                    self.violation(f"{_name(side)} has payload {side.payload}, sent was {source.payload}")
+            elif not side.provisional and source.code != "dead":
+                self.violation(f"{_name(side)} is done for good, but at its source it is {source.code}: {source.text}")
+            elif source.code != "dead" and f"{side.worker}/0" not in source.in_doubt:
+                self.violation(
+                    f"{_name(side)} is done, and at its source {source.code} without doubt: {source.text} {source}"
+                )
+
+    def _judge_source(self, source: Side, sides: list[Side]) -> None:
+        if not source.done:
+            return
+        peers = [side for side in sides if f"{side.worker}/0" == source.peer and side.epoch in (0, source.epoch)]
+        # One whose process died may have been done; its bytes were seen as they came in.
+        if not any(side.done or side.code == "dead" for side in peers):
+            ends = [(side.process, side.code, side.epoch, side.text) for side in sides]
+            self.violation(f"{_name(source)} is done at {source.peer}, where it is not: {ends}")
+
+
+def _name(side: Side) -> str:
+    return f"stream {side.stream} on {side.process}"
