@@ -85,6 +85,7 @@ class Life:
             report=lambda text: cluster.ledger.violation(f"{self.name}: {text}"),
         )
         self.budget = StagingBudget(plan.staging_limit)
+        self.transport: SimTransport | None = None
         self.runtime: Runtime | None = None
         """Set while it is up."""
         self.last_runtime: Runtime | None = None
@@ -298,6 +299,7 @@ class Life:
     async def _use_rx(
         self, plan: StreamPlan, receiver: Receiver, side: Side, rx: ReceiveStream, ids: list[int]
     ) -> None:
+        side.meddled = receiver.action != "run" or plan.answer.kind == "raise_late"
         prompt = _Content(content(self.pool.layout, plan.seed, len(ids)))
         self._grant(plan, receiver.first_token, rx, ids, prompt)
         me = asyncio.current_task()
@@ -395,7 +397,7 @@ class Cluster:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.world = World()
-        self.ledger = Ledger(lambda: self.world.now, layers=scenario.layout.layers)
+        self.ledger = Ledger(lambda: self.world.now, layers=scenario.layout.layers, touched=self._touched)
         self.network = Network(self.world, observe=self.ledger.note)
         self.board = Switchboard(self.network, scenario.seed, guard=self._guard)
         self.broker = SimBrokerServer(self.network, scenario.seed)
@@ -461,3 +463,10 @@ class Cluster:
         if not self.all_lives[source].pool.holds(lent):
             self.ledger.violation(f"{source} lent what is not in its pool")
         self.all_lives[destination].pool.check_borrowed(local)
+
+    def _touched(self, a: str, b: str, when: float) -> bool:
+        """Whether a fault that began before has to do with one of two workers, or with the broker."""
+        return any(
+            fault.at <= when and (not fault.who or a in (*fault.who, *fault.other) or b in (*fault.who, *fault.other))
+            for fault in self.scenario.faults
+        )

@@ -62,7 +62,7 @@ class Injector:
             case "cut":
                 return partial(cluster.network.heal, cluster.network.cut(fault.who, fault.other))
             case "break":
-                self._break(fault.who[0], fault.who[1])
+                self._break({*fault.who})
                 return None
             case "broker_down":
                 cluster.broker.stop()
@@ -110,9 +110,9 @@ class Injector:
         now = self._cluster.world.now
         self._cluster.ledger.disturbed.setdefault(life.name, []).append((now, now + fault.lasts))
 
-    def _break(self, one: str, other: str) -> None:
+    def _break(self, who: set[str]) -> None:
         for link in list(self._cluster.board.links.values()):
-            if {end.node.label for end in link.ends} == {one, other}:
+            if who <= {end.node.label for end in link.ends}:
                 self._cluster.board.break_link(link.number)
 
 

@@ -42,6 +42,8 @@ class Side:
     verified: set[int] = field(default_factory=set[int])
     """Layers whose bytes were right when the stream said that they had arrived."""
     payload: object = None
+    meddled: bool = False
+    """Its user ends it early, or tries to."""
 
     def end(self, now: float, code: str, error: KVStreamError | None = None) -> None:
         self.code = code
@@ -56,11 +58,13 @@ class Side:
 
 
 class Ledger:
-    """`now` is the virtual clock. `listeners` hear each note (time, kind, fields), for a timeline."""
+    """`now` is the virtual clock. `listeners` hear each note (time, kind, fields), for a timeline. `touched(a, b, t)`
+    says whether a fault up to time t may have had to do with workers a and b."""
 
-    def __init__(self, now: Callable[[], float], *, layers: int) -> None:
+    def __init__(self, now: Callable[[], float], *, layers: int, touched: Callable[[str, str, float], bool]) -> None:
         self._now = now
         self._layers = layers
+        self._touched = touched
         self._hash = hashlib.blake2b(digest_size=16)
         self.violations: list[str] = []
         self.sources: dict[str, Side] = {}
@@ -136,7 +140,10 @@ class Ledger:
             source = self.sources.get(stream)
             self._judge_destinations(source, sides)
         for source in self.sources.values():
-            self._judge_source(source, self.destinations.get(source.stream, []))
+            sides = self.destinations.get(source.stream, [])
+            self._judge_source(source, sides)
+            for side in sides:
+                self._judge_undisturbed(source, side)
 
     def _judge_bound(self, side: Side) -> None:
         late = side.ended - side.bound
@@ -176,6 +183,18 @@ class Ledger:
         if not any(side.done or side.code == "dead" for side in peers):
             ends = [(side.process, side.code, side.epoch, side.text) for side in sides]
             self.violation(f"{_name(source)} is done at {source.peer}, where it is not: {ends}")
+
+    def _judge_undisturbed(self, source: Side, side: Side) -> None:
+        """Between two workers that nothing has happened to, each hears of the other's end, and nobody is lost."""
+        ended = max(source.ended, side.ended)
+        if self._touched(source.worker, side.worker, ended):
+            return
+        if side.code == "peer_lost":
+            self.violation(f"{_name(side)} lost its source, to which nothing had happened: {side.text}")
+        if source.code == "peer_lost" and source.peer == f"{side.worker}/0":
+            self.violation(f"{_name(source)} lost {source.peer}, to which nothing had happened: {source.text}")
+        if source.done and side.done and side.provisional and not side.meddled:
+            self.violation(f"{_name(side)} is done provisionally; its source is done, and nothing had happened to it")
 
 
 def _name(side: Side) -> str:

@@ -124,7 +124,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     | `slow`          | each of its callbacks takes `value` seconds                                               |
     | `lag`           | messages and bytes from and to it take `value` times as long                              |
     | `cut`           | no way between `who` and `other` (empty: everybody else; "broker" is a name too)          |
-    | `break`         | every connection between `who[0]` and `who[1]` is lost                                    |
+    | `break`         | every connection of `who[0]`, or only those with `who[1]` if it is named, is lost         |
     | `broker_down`   | the broker restarts; `flag`: it has forgotten its leases                                  |
     | `broker_freeze` | the broker is stopped                                                                     |
     | `broker_late`   | events of leases come up to `value` seconds late, half of them twice                      |
@@ -219,7 +219,7 @@ def _check(schedule: Schedule, workers: Sequence[str], streams: Sequence[str]) -
         for name in (*fault.who, *fault.other):
             if name not in workers and name != "broker":
                 raise ConfigError("faults", f"there is no worker {name!r}; there are {workers[0]} to {workers[-1]}")
-        needed = {"break": 2, "broker_down": 0, "broker_freeze": 0, "broker_late": 0}.get(fault.kind, 1)
+        needed = {"broker_down": 0, "broker_freeze": 0, "broker_late": 0}.get(fault.kind, 1)
         if len(fault.who) < needed or (fault.kind != "cut" and "broker" in fault.who):
             raise ConfigError("faults", f"{fault.kind} needs {needed} worker(s) in `who`, has {fault.who}")
     for name in schedule.streams or ():
@@ -277,7 +277,7 @@ def _stream(seed: int, n: int, span: float, sources: Sequence[str], targets: Seq
         tokens=tokens,
         deadline=deadline,
         chunks=rng.choice((1, 1, 2, 3)),
-        gap=rng.choice((0.0, 0.002, rng.expovariate(20))),
+        gap=rng.choice((0.0, 0.002, rng.expovariate(20), rng.uniform(0.03, 0.3))),
         growing=rng.random() < 0.2,
         action=rng.choices(("run", "cancel", "abandon", "fail"), (80, 8, 8, 4))[0],
         action_at=rng.choice((rng.expovariate(50), rng.expovariate(3))),
@@ -301,6 +301,8 @@ def _receiver(seed: int, worker: str, at: float, deadline: float, first_token: i
 
 _HARSH: tuple[FaultKind, ...] = (
     "kill",
+    "kill",
+    "kill",
     "leave",
     "freeze",
     "freeze",
@@ -308,6 +310,8 @@ _HARSH: tuple[FaultKind, ...] = (
     "lag",
     "cut",
     "cut",
+    "break",
+    "break",
     "break",
     "break",
     "break",
@@ -365,7 +369,7 @@ def _fault(seed: int, profile: Profile, span: float, workers: Sequence[str]) -> 
                 pair = rng.sample(workers, 2)
                 who, other = (pair[0],), (pair[1],)
         case "break":
-            who = tuple(rng.sample(workers, 2))
+            who = tuple(rng.sample(workers, rng.choice((1, 1, 2))))
             lasts = 0.0
         case "broker_down" | "broker_freeze" | "broker_late":
             who = ()

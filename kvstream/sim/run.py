@@ -138,6 +138,8 @@ class _Run:
         for life, runtime in up.items():
             for what in leftovers(runtime):
                 self._ledger.violation(f"{life.name}: at rest, {what}")
+            if life.transport is not None and life.transport.unfenced:
+                self._ledger.violation(f"{life.name}: at rest, {life.transport.unfenced} lost connections are unfenced")
             known = peers(runtime)
             if known != there:
                 differing = sorted(worker for worker in {**known, **there} if known.get(worker) != there.get(worker))

@@ -763,6 +763,11 @@ class SimTransport(Transport):
         self._on_connection(link.destination)
         return link
 
+    @property
+    def unfenced(self) -> int:
+        """Connections that are lost and have not reached their fence."""
+        return sum(connection.lost for connection in self._connections)
+
     def adopt(self, connection: SimConnection) -> None:
         """A connection of ours to look after until its fence."""
         self._connections[connection] = None
