@@ -317,9 +317,7 @@ class Streams:
         except KVStreamError as error:
             return error
         if not connection.check(command.slot, command.generation):
-            if isinstance(taken, Lent):
-                return Recalled(f"the source took back what it had lent by slot {command.slot}")
-            return Corrupted(f"the source reused slot {command.slot} while it was being read")
+            return Recalled(f"the source took slot {command.slot} back while it was being read")
         session.moved_bytes += taken.nbytes
         return None
 

@@ -25,8 +25,8 @@ from kvstream.sim.inspect import end_time
 from kvstream.sim.ledger import Ledger, Side
 from kvstream.sim.loop import Process, World
 from kvstream.sim.memory import WatchedPool, content
-from kvstream.sim.network import Network, Node
-from kvstream.sim.plan import Receiver, Scenario, StreamPlan, WorkerPlan
+from kvstream.sim.network import Conditions, Network, Node
+from kvstream.sim.plan import Fault, Receiver, Scenario, StreamPlan, WorkerPlan
 from kvstream.sim.rng import derive
 from kvstream.sim.transport import SimTransport, Switchboard
 from kvstream.transport.base import Lent, StagingBudget
@@ -365,6 +365,7 @@ class Life:
             await asyncio.sleep(answer.delay)
         if answer.kind == "refuse":
             offer.refuse("not now", retry_after=0.1)
+            self.cluster.ledger.refusal(offer.stream, self.plan.name)
             return
         if answer.kind == "raise":
             raise _EngineFailed
@@ -398,7 +399,8 @@ class Cluster:
         self.scenario = scenario
         self.world = World()
         self.ledger = Ledger(lambda: self.world.now, layers=scenario.layout.layers, touched=self._touched)
-        self.network = Network(self.world, observe=self.ledger.note)
+        conditions = Conditions(bandwidth=scenario.bandwidth, leisure=scenario.leisure)
+        self.network = Network(self.world, conditions, observe=self.ledger.note)
         self.board = Switchboard(self.network, scenario.seed, guard=self._guard)
         self.broker = SimBrokerServer(self.network, scenario.seed)
         self.streams = {plan.name: plan for plan in scenario.streams}
@@ -464,9 +466,11 @@ class Cluster:
             self.ledger.violation(f"{source} lent what is not in its pool")
         self.all_lives[destination].pool.check_borrowed(local)
 
-    def _touched(self, a: str, b: str, when: float) -> bool:
-        """Whether a fault that began before has to do with one of two workers, or with the broker."""
-        return any(
-            fault.at <= when and (not fault.who or a in (*fault.who, *fault.other) or b in (*fault.who, *fault.other))
+    def _touched(self, a: str, b: str, when: float) -> list[Fault]:
+        """The faults that began before and have to do with one of two workers, or with the broker."""
+        return [
+            fault
             for fault in self.scenario.faults
-        )
+            if fault.at <= when
+            and (not fault.who or a in (*fault.who, *fault.other) or b in (*fault.who, *fault.other))
+        ]

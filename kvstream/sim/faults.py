@@ -77,7 +77,7 @@ class Injector:
                 cluster.broker.reset(cluster.lives[fault.who[0]].node)
                 return None
             case "clash":
-                return partial(cluster.leave, cluster.rival(fault.who[0]))
+                return self._clash(fault)
 
     def _prompt(self) -> None:
         self._cluster.broker.lateness = self._cluster.broker.duplicates = 0.0
@@ -98,17 +98,26 @@ class Injector:
         if not life.process.alive:
             return None
         life.process.hold()
-        self._disturb(life, fault)
+        self._disturb(life, fault.lasts)
         return partial(life.process.release, timers_first=fault.flag)
+
+    def _clash(self, fault: Fault) -> Callable[[], None] | None:
+        holder = self._cluster.lives[fault.who[0]]
+        if fault.value and holder.process.alive:
+            holder.process.hold()
+            self._disturb(holder, fault.value)
+            self._cluster.world.fabric.call_later(fault.value, holder.process.release)
+        rival = self._cluster.rival(fault.who[0])
+        return partial(self._cluster.leave, rival) if fault.lasts else None
 
     def _slow(self, life: Life, fault: Fault) -> Callable[[], None]:
         life.process.pace = fault.value
-        self._disturb(life, fault)
+        self._disturb(life, fault.lasts)
         return partial(setattr, life.process, "pace", 0.0)
 
-    def _disturb(self, life: Life, fault: Fault) -> None:
+    def _disturb(self, life: Life, lasts: float) -> None:
         now = self._cluster.world.now
-        self._cluster.ledger.disturbed.setdefault(life.name, []).append((now, now + fault.lasts))
+        self._cluster.ledger.disturbed.setdefault(life.name, []).append((now, now + lasts))
 
     def _break(self, who: set[str]) -> None:
         for link in list(self._cluster.board.links.values()):

@@ -20,15 +20,28 @@ def end_time(stream: SendStream | ReceiveStream) -> float:
 def slot_faults(runtime: Runtime) -> list[str]:
     """Whether each slot of each outgoing link is free, or in use once. Empty when all is well."""
     streams = runtime._streams_or_none
+    if streams is None:
+        return []
     found: list[str] = []
-    for link in streams.core._shared.links.values() if streams is not None else ():
+    for link in streams.core._shared.links.values():
         if not link.outgoing:
             continue
         used = [slot for stream in link.outbound.values() for _, slot in stream.in_flight]
         used += [ready.slot for stream in link.outbound.values() for ready in stream.staged.values()]
         used += [slot for ending in link.ending.values() for slot in ending.slots]
         used += link.free
-        if len(set(used)) != len(used) or not all(0 <= slot < link.slots for slot in used):
+        connection = streams.links.connection(link.id)
+        at_rest = (
+            not link.live
+            and not streams.driver._bulk
+            and isinstance(connection, SimConnection)
+            and not connection.operations
+        )
+        if (
+            len(set(used)) != len(used)
+            or not all(0 <= slot < link.slots for slot in used)
+            or (at_rest and len(link.free) != link.slots)
+        ):
             found.append(f"link to {link.peer}: slots {sorted(used)} of {link.slots} are free or in use")
     return found
 

@@ -10,11 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstream.errors import KVStreamError, Recalled
+from kvstream.sim.plan import Fault
 
 __all__ = ["Ledger", "Side"]
 
 _SLACK = 0.05
 """Seconds that an end may come after what bounds it."""
+_PROMPT = 0.25
+"""Seconds within which one side hears of the other's end, where nothing is wrong: a round trip and a read under way."""
+_KILL_SHOWS = 0.1
+"""Seconds within which the death of a process shows at a peer to which nothing has happened."""
 _MAX_VIOLATIONS = 50
 
 
@@ -59,9 +64,11 @@ class Side:
 
 class Ledger:
     """`now` is the virtual clock. `listeners` hear each note (time, kind, fields), for a timeline. `touched(a, b, t)`
-    says whether a fault up to time t may have had to do with workers a and b."""
+    names the faults up to time t that may have had to do with workers a and b."""
 
-    def __init__(self, now: Callable[[], float], *, layers: int, touched: Callable[[str, str, float], bool]) -> None:
+    def __init__(
+        self, now: Callable[[], float], *, layers: int, touched: Callable[[str, str, float], list[Fault]]
+    ) -> None:
         self._now = now
         self._layers = layers
         self._touched = touched
@@ -71,6 +78,7 @@ class Ledger:
         self.destinations: dict[str, list[Side]] = {}
         self.disturbed: dict[str, list[tuple[float, float]]] = {}
         """When each process was stopped or slowed, (from, to)."""
+        self._refusals: list[tuple[str, str, float]] = []
         self.listeners: list[Callable[[float, str, tuple[object, ...]], None]] = []
 
     # -- the log
@@ -143,7 +151,8 @@ class Ledger:
             sides = self.destinations.get(source.stream, [])
             self._judge_source(source, sides)
             for side in sides:
-                self._judge_undisturbed(source, side)
+                self._judge_pair(source, side)
+        self._judge_refusals()
 
     def _judge_bound(self, side: Side) -> None:
         late = side.ended - side.bound
@@ -184,17 +193,43 @@ class Ledger:
             ends = [(side.process, side.code, side.epoch, side.text) for side in sides]
             self.violation(f"{_name(source)} is done at {source.peer}, where it is not: {ends}")
 
-    def _judge_undisturbed(self, source: Side, side: Side) -> None:
+    def _judge_pair(self, source: Side, side: Side) -> None:
         """Between two workers that nothing has happened to, each hears of the other's end, and nobody is lost."""
-        ended = max(source.ended, side.ended)
-        if self._touched(source.worker, side.worker, ended):
+        mine = side.peer == f"{source.worker}/0" and source.peer == f"{side.worker}/0" and side.epoch == source.epoch
+        faults = self._touched(source.worker, side.worker, max(source.ended, side.ended))
+        if source.code == "dead" and side.peer == f"{source.worker}/0":
+            kills = [fault for fault in faults if fault.kind == "kill" and fault.who == (source.worker,)]
+            if len(kills) == len(faults) and side.ended > source.ended + _KILL_SHOWS:
+                self.violation(
+                    f"{_name(side)} took {side.ended - source.ended:.3f} s to see that its source was killed"
+                )
+        if faults or "dead" in (source.code, side.code):
             return
+        if "corrupted" in (source.code, side.code):
+            self.violation(f"stream {side.stream}: chunks were taken back, and nothing had happened: {side.text}")
         if side.code == "peer_lost":
             self.violation(f"{_name(side)} lost its source, to which nothing had happened: {side.text}")
-        if source.code == "peer_lost" and source.peer == f"{side.worker}/0":
+        if source.code == "peer_lost" and mine:
             self.violation(f"{_name(source)} lost {source.peer}, to which nothing had happened: {source.text}")
         if source.done and side.done and side.provisional and not side.meddled:
             self.violation(f"{_name(side)} is done provisionally; its source is done, and nothing had happened to it")
+        if mine and abs(source.ended - side.ended) > _PROMPT:
+            self.violation(
+                f"stream {side.stream}: {source.process} ended at {source.ended:.3f} as {source.code}, "
+                f"{side.process} at {side.ended:.3f} as {side.code}: too far apart"
+            )
+
+    def refusal(self, stream: str, worker: str) -> None:
+        """The user of a destination has refused an offer."""
+        self._refusals.append((stream, worker, self._now()))
+
+    def _judge_refusals(self) -> None:
+        for stream, worker, when in self._refusals:
+            source = self.sources.get(stream)
+            if source is None or source.code == "dead" or self._touched(source.worker, worker, source.ended):
+                continue
+            if source.peer == f"{worker}/0" and source.ended > when + _PROMPT:
+                self.violation(f"{_name(source)} heard {source.ended - when:.3f} s late that {worker} had refused it")
 
 
 def _name(side: Side) -> str:

@@ -68,6 +68,8 @@ class Conditions:
     """Mean of the exponential part of a latency, as a share of it."""
     bandwidth: float = 50e6
     """Between hosts; within one it is eight times as much."""
+    leisure: float = 50e-6
+    """Mean time that a read of another process's memory takes, where it takes any."""
     slowdown: dict[str, float] = field(default_factory=dict[str, float])
     """Factors on latency and transfer time, by label."""
 

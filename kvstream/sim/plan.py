@@ -129,7 +129,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     | `broker_freeze` | the broker is stopped                                                                     |
     | `broker_late`   | events of leases come up to `value` seconds late, half of them twice                      |
     | `broker_reset`  | the broker's session with worker `who[0]` breaks                                          |
-    | `clash`         | a second process tries to take the name of `who[0]`                                       |
+    | `clash`         | a second process tries to take the name of `who[0]`, which is stopped for `value` seconds |
     """
 
     kind: FaultKind
@@ -149,9 +149,11 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a run depends on."""
+    """Everything that a run depends on. `bandwidth` (bytes per second) and `leisure` (seconds) are the network's."""
 
     seed: int
+    bandwidth: float = 50e6
+    leisure: float = 50e-6
     config: RuntimeConfig
     workers: tuple[WorkerPlan, ...]
     streams: tuple[StreamPlan, ...]
@@ -211,7 +213,15 @@ def generate(seed: int, *, workers: int, streams: int, faults: Profile | Schedul
             made = tuple(plan for plan in made if plan.name in faults.streams)
     else:
         schedule = _faults(seed, faults, span, [plan.name for plan in plans])
-    return Scenario(seed=seed, config=config, workers=plans, streams=made, faults=schedule)
+    return Scenario(
+        seed=seed,
+        bandwidth=rng.choice((50e6, 1e6, 1e5)),
+        leisure=rng.choice((50e-6, 1e-3, 10e-3)),
+        config=config,
+        workers=plans,
+        streams=made,
+        faults=schedule,
+    )
 
 
 def _check(schedule: Schedule, workers: Sequence[str], streams: Sequence[str]) -> None:
@@ -247,12 +257,16 @@ def _worker(seed: int, n: int, workers: int) -> WorkerPlan:
 
 def _stream(seed: int, n: int, span: float, sources: Sequence[str], targets: Sequence[str]) -> StreamPlan:
     rng = derive(seed, "stream", n)
-    at = rng.uniform(0.3, span)
+    # Half of them in rushes, and more of them between the first workers than between the last.
+    rush = derive(seed, "rush", rng.randrange(4)).uniform(0.3, span)
+    at = rng.choice((rush + rng.expovariate(10), rng.uniform(0.3, span)))
     tokens = rng.choice((1, rng.randint(1, 12), rng.randint(1, 48)))
     deadline = rng.choice((0.2, 1.0, 3.0, 3.0))
-    source = rng.choice(sources)
+    source = sources[int(len(sources) * rng.random() ** 2)]
     others = [name for name in targets if name != source]
-    to = tuple(rng.sample(others, min(len(others), rng.choice((1, 1, 1, 2, 3)))))
+    first = others[int(len(others) * rng.random() ** 2)]
+    others.remove(first)
+    to = (first, *rng.sample(others, min(len(others), rng.choice((0, 0, 0, 1, 2)))))
     first_token = rng.choice((0, 0, 0, rng.randint(0, tokens)))
     pause = rng.choice((0.0, 0.0, rng.expovariate(20)))
     receivers: tuple[Receiver, ...] = ()
@@ -280,7 +294,7 @@ def _stream(seed: int, n: int, span: float, sources: Sequence[str], targets: Seq
         gap=rng.choice((0.0, 0.002, rng.expovariate(20), rng.uniform(0.03, 0.3))),
         growing=rng.random() < 0.2,
         action=rng.choices(("run", "cancel", "abandon", "fail"), (80, 8, 8, 4))[0],
-        action_at=rng.choice((rng.expovariate(50), rng.expovariate(3))),
+        action_at=rng.choice((rng.expovariate(200), rng.expovariate(20), rng.expovariate(3))),
         receivers=receivers,
         answer=answer,
     )
@@ -295,7 +309,7 @@ def _receiver(seed: int, worker: str, at: float, deadline: float, first_token: i
         first_token=first_token,
         pause=pause,
         action=rng.choices(("run", "cancel", "abandon", "fail"), (84, 6, 6, 4))[0],
-        action_at=rng.choice((rng.expovariate(50), rng.expovariate(3))),
+        action_at=rng.choice((rng.expovariate(200), rng.expovariate(20), rng.expovariate(3))),
     )
 
 
@@ -355,7 +369,8 @@ def _fault(seed: int, profile: Profile, span: float, workers: Sequence[str]) -> 
     value = 0.0
     match kind:
         case "kill" | "leave" | "clash":
-            lasts = rng.choice((0.0, lasts)) if profile == "harsh" and kind != "clash" else lasts
+            lasts = rng.choice((0.0, lasts)) if profile == "harsh" else lasts
+            value = rng.choice((0.0, rng.uniform(0.0, 5.0))) if kind == "clash" else 0.0
         case "slow":
             value = rng.choice((20e-6, 200e-6, 2e-3))
         case "lag":

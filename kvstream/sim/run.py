@@ -135,6 +135,9 @@ class _Run:
         """Without streams and faults nothing is held, and everybody knows everybody."""
         up = {life: life.runtime for life in self._living() if life.runtime is not None}
         there = {runtime.record.id: runtime.incarnation for runtime in up.values() if runtime.registry.registered}
+        holders = [runtime.record.id for runtime in up.values() if runtime.registry.registered]
+        if len(set(holders)) != len(holders):
+            self._ledger.violation(f"at rest, one name has several holders: {sorted(holders)}")
         for life, runtime in up.items():
             for what in leftovers(runtime):
                 self._ledger.violation(f"{life.name}: at rest, {what}")
@@ -144,7 +147,10 @@ class _Run:
             if known != there:
                 differing = sorted(worker for worker in {**known, **there} if known.get(worker) != there.get(worker))
                 self._ledger.violation(f"{life.name}: at rest, its registry is wrong about {differing}")
-        for life in self._cluster.lives.values():
+        for name, life in self._cluster.lives.items():
+            rival = self._cluster.rivals.get(name)
+            if rival is not None and rival.runtime is not None:
+                continue
             if life.process.alive and not life.over and life.runtime is None and not life.leaving.is_set():
                 self._ledger.violation(f"{life.name}: at rest, it has not come up")
 

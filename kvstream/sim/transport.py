@@ -369,7 +369,7 @@ class SimConnection(Connection):
     def _take_shared(self, future: asyncio.Future[ByteView | Lent], slot: int, generation: int, nbytes: int) -> None:
         theirs = self.peer.staging
         if theirs is None:
-            future.set_exception(Corrupted(_stale(self.peer_address, slot, generation)))
+            future.set_exception(Recalled(_stale(self.peer_address, slot, generation)))
         elif (lent := theirs.loans[slot]) is not None:
             if generation <= 0 or theirs.generations[slot] != generation:
                 future.set_exception(Recalled(_stale(self.peer_address, slot, generation)))
@@ -382,7 +382,7 @@ class SimConnection(Connection):
         elif nbytes > self.slot_bytes:
             future.set_exception(ProtocolError(f"{self.peer_address}: slot {slot} with {nbytes} bytes is out of range"))
         elif generation <= 0 or theirs.generations[slot] != generation:
-            future.set_exception(Corrupted(_stale(self.peer_address, slot, generation)))
+            future.set_exception(Recalled(_stale(self.peer_address, slot, generation)))
         elif self._at_leisure:
             buffer, half = np.empty(nbytes, np.uint8), nbytes // 2
             buffer[:half] = theirs.memory[slot, :half]
@@ -404,7 +404,7 @@ class SimConnection(Connection):
             if not future.done():
                 future.set_result(finish())
 
-        self._loop.call_later(self._rng.expovariate(1 / 50e-6), end)
+        self._loop.call_later(self._rng.expovariate(1 / self._network.conditions.leisure), end)
 
     def _get(self, future: asyncio.Future[ByteView | Lent], slot: int, generation: int, nbytes: int) -> None:
         if self.staging is None or slot in self._moving:
@@ -415,7 +415,7 @@ class SimConnection(Connection):
 
     def finish_take(self, future: asyncio.Future[ByteView | Lent], slot: int, generation: int, nbytes: int) -> None:
         if self.staging is None or generation <= 0 or self.staging.generations[slot] != generation:
-            future.set_exception(Corrupted(_stale(self.peer_address, slot, generation)))
+            future.set_exception(Recalled(_stale(self.peer_address, slot, generation)))
         else:
             future.set_result(_read_only(self.staging.memory[slot, :nbytes]))
 
@@ -442,6 +442,11 @@ class SimConnection(Connection):
         )
 
     # -- operations under way; for _Write and _Read
+
+    @property
+    def operations(self) -> int:
+        """How many have no final status yet."""
+        return len(self._operations)
 
     def began(self, operation: _Write | _Read, slot: int) -> None:
         self._operations[operation] = None

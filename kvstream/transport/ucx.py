@@ -519,7 +519,7 @@ class UcxConnection(Connection):
     ) -> None:
         count = nbytes // run
         if generation <= 0 or not source.holds(slot, generation):
-            future.set_exception(Recalled(str(_stale(self.peer_address, slot, generation))))
+            future.set_exception(_stale(self.peer_address, slot, generation))
         elif run < MIN_LENT_RUN or count * run != nbytes or not 0 <= 8 * count <= self.slot_bytes:
             future.set_exception(ProtocolError(f"{self.peer_address}: {nbytes} bytes lent in runs of {run}"))
         else:
@@ -757,8 +757,9 @@ class UcxTransport(Transport):
         self._on_connection(connection)
 
 
-def _stale(peer: str, slot: int, generation: int) -> Corrupted:
-    return Corrupted(f"{peer}: slot {slot} does not hold generation {generation} (any more)")
+def _stale(peer: str, slot: int, generation: int) -> Recalled:
+    # A source that closes takes everything back at once, and its peer may see that before it sees the loss.
+    return Recalled(f"{peer}: slot {slot} does not hold generation {generation} (any more)")
 
 
 class _LaneImpossible(Exception):
