@@ -219,6 +219,8 @@ class Links:
     async def _introduce(self, link: _Link, record: WorkerRecord) -> None:
         mine, connection = self._identity, link.connection
         challenge = await link.inbox.get()
+        if isinstance(challenge, wire.Reject):
+            raise from_code(challenge.code, challenge.message, retry_after=challenge.retry_after)
         if not isinstance(challenge, wire.Challenge):
             raise ProtocolError(f"{record.id} opened with a {type(challenge).__name__} frame")
         # Whatever versions the challenge names, the Hello goes out: a peer that speaks none of ours rejects it, and
