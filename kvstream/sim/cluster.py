@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -132,7 +132,9 @@ class Life:
         """One start of the runtime, until it has to leave. Raises what a start raises."""
         cluster, process = self.cluster, self.process
         broker = await SimBroker.connect(cluster.broker, self.node)
-        transport = SimTransport(cluster.board, self.node, budget=self.budget, reads_memory=self.plan.reads_memory)
+        transport = self.transport = SimTransport(
+            cluster.board, self.node, budget=self.budget, reads_memory=self.plan.reads_memory
+        )
         runtime = Runtime(
             self.plan.name,
             pool=self.pool,
@@ -210,14 +212,18 @@ class Life:
         actor: asyncio.TimerHandle | None = None
         me = asyncio.current_task()
         assert me is not None
-        if plan.action == "cancel":
-            actor = self.process.call_later(plan.action_at, self._cancel, tx)
-        elif plan.action == "abandon":
-            actor = self.process.call_later(plan.action_at, me.cancel)
+
+        def act() -> None:
+            nonlocal actor
+            if plan.action == "cancel":
+                actor = self.process.call_later(plan.action_at, self._cancel, tx)
+            elif plan.action == "abandon":
+                actor = self.process.call_later(plan.action_at, me.cancel)
+
         try:
             async with tx:
                 self.cluster.ledger.note("open", plan.name, self.name)
-                await self._compute(plan, tx, ids, given)
+                await self._compute(plan, tx, ids, given, act)
                 side.payload = {"stream": plan.name, "tokens": plan.tokens}
                 await self._note_end(side, tx, side.payload)
         except asyncio.CancelledError:
@@ -229,11 +235,13 @@ class Life:
             if actor is not None:
                 actor.cancel()
 
-    async def _compute(self, plan: StreamPlan, tx: SendStream, ids: list[int], given: int) -> None:
+    async def _compute(
+        self, plan: StreamPlan, tx: SendStream, ids: list[int], given: int, act: Callable[[], None]
+    ) -> None:
         """Prefill, chunk by chunk, layer by layer."""
         prompt = _Content(content(self.pool.layout, plan.seed, len(ids)))
         bounds = [round(plan.tokens * n / plan.chunks) for n in range(plan.chunks + 1)]
-        failing = derive(plan.seed, "failure").randrange(plan.chunks * self.pool.layout.layers)
+        computed = 0
         for start, stop in pairwise(bounds):
             if start == stop:
                 continue
@@ -244,9 +252,10 @@ class Life:
             for layer in range(self.pool.layout.layers):
                 if plan.gap:
                     await asyncio.sleep(plan.gap)
-                if plan.action == "fail":
-                    failing -= 1
-                    if failing < 0:
+                computed += 1
+                if computed == plan.action_after:
+                    act()
+                    if plan.action == "fail":
                         raise _EngineFailed
                 if not tx.ended:
                     prompt.fill(self.pool, layer, ids, start, stop)

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from functools import partial
 
 from kvstream.sim.cluster import Cluster, Life
+from kvstream.sim.network import Node
 from kvstream.sim.plan import Fault
+from kvstream.wire import decode
 
 __all__ = ["Injector"]
 
@@ -19,17 +21,43 @@ class Injector:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._due = len(cluster.scenario.faults)
+        self._last = max((fault.at for fault in cluster.scenario.faults), default=0.0)
         self._undo: dict[int, Callable[[], None]] = {}
+        self._armed: dict[int, Fault] = {}
         for number, fault in enumerate(cluster.scenario.faults):
-            cluster.world.fabric.call_at(fault.at, self._begin, number, fault)
+            cluster.world.fabric.call_at(fault.at, self._arm if fault.on else self._begin, number, fault)
 
     @property
     def over(self) -> bool:
-        return self._due == 0 and not self._undo
+        return not self._undo and self._cluster.world.now > self._last
+
+    def disarm(self) -> None:
+        """What still waits for its frame does not happen any more."""
+        self._armed.clear()
+        self._cluster.board.tap = None
+
+    def _arm(self, number: int, fault: Fault) -> None:
+        self._armed[number] = fault
+        self._cluster.board.tap = self._on_message
+
+    def _on_message(self, source: Node, target: Node, message: bytes, arrived: bool) -> None:
+        waiting = [
+            (number, fault)
+            for number, fault in self._armed.items()
+            if fault.late == arrived and fault.who[0] in (source.label, target.label)
+        ]
+        if not waiting:
+            return
+        kinds = {type(frame).__name__ for frame in decode(message)[1]}
+        for number, fault in waiting:
+            if fault.on in kinds:
+                del self._armed[number]
+                # From outside: not in the middle of what a process is doing.
+                self._cluster.world.fabric.call_soon(self._begin, number, fault)
+        if not self._armed:
+            self._cluster.board.tap = None
 
     def _begin(self, number: int, fault: Fault) -> None:
-        self._due -= 1
         cluster = self._cluster
         cluster.ledger.note("fault", fault.kind, fault.who, fault.other, fault.lasts, fault.value, fault.flag)
         undo = self._apply(fault)

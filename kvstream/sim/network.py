@@ -148,7 +148,7 @@ class Network:
 class Channel:
     """Messages one way between two nodes: in order, each after a latency of its own, kept while there is no way."""
 
-    __slots__ = ("_armed", "_last", "_queue", "_rng", "_source", "_target", "network")
+    __slots__ = ("_armed", "_broken", "_last", "_queue", "_rng", "_source", "_target", "network")
 
     def __init__(self, network: Network, source: Node, target: Node, rng: Random) -> None:
         self.network = network
@@ -158,6 +158,7 @@ class Channel:
         self._queue: deque[tuple[float, Callable[[], object]]] = deque()
         self._last = 0.0
         self._armed = False
+        self._broken = False
 
     def __len__(self) -> int:
         """Messages under way."""
@@ -170,13 +171,16 @@ class Channel:
 
     def put(self, deliver: Callable[[], object], *, extra: float = 0.0) -> None:
         """Send: `deliver` is called, outside of every process, when the message has arrived."""
+        if self._broken:
+            return
         when = self.network.world.now + self.network.latency(self._source, self._target, self._rng) + extra
         self._last = max(self._last, when)
         self._queue.append((self._last, deliver))
         self._arm()
 
     def cut(self) -> None:
-        """What is under way never arrives."""
+        """What is under way never arrives, nor does anything that is sent from now on."""
+        self._broken = True
         self._queue.clear()
 
     def cut_short(self) -> None:

@@ -94,7 +94,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 class StreamPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A stream from `source` to the first of `to` that takes it (empty: whoever the default policy names).
 
-    Its prompt is computed in `chunks` pieces, `gap` seconds a layer. `action` ends it early, at `action_at`.
+    Its prompt is computed in `chunks` pieces, `gap` seconds a layer. `action` ends it early, `action_at` seconds after
+    the `action_after`th layer of a chunk began (an engine that fails does so at once).
     """
 
     name: str
@@ -108,13 +109,16 @@ class StreamPlan(msgspec.Struct, frozen=True, kw_only=True):
     gap: float = 0.0
     growing: bool = False
     action: Literal["run", "cancel", "abandon", "fail"] = "run"
+    action_after: int = 1
     action_at: float = 0.0
     receivers: tuple[Receiver, ...] = ()
     answer: Answer = Answer()
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Something that goes wrong at `at` (virtual seconds), mostly `lasts` seconds long.
+    """Something that goes wrong at `at` (virtual seconds), mostly `lasts` seconds long. With `on`, the name of a frame
+    ("End", for example), it waits from then on for the next such frame that `who[0]` sends or gets, and begins when
+    that is sent (`late`: has arrived).
 
     | kind            | what happens                                                                              |
     |-----------------|-------------------------------------------------------------------------------------------|
@@ -134,11 +138,13 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     kind: FaultKind
     at: _Seconds
+    on: str = ""
     who: tuple[str, ...] = ()
     other: tuple[str, ...] = ()
     lasts: _Seconds = 0.0
     value: _Seconds = 0.0
     flag: bool = False
+    late: bool = False
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -246,11 +252,11 @@ def _worker(seed: int, n: int, workers: int) -> WorkerPlan:
         lanes = tuple(lane for lane in LANES if lane == "put" or rng.random() < 0.3)
     return WorkerPlan(
         name=f"w{n}",
-        host=f"h{rng.randrange(max(1, workers // 3))}",
+        host=f"h{rng.randrange(max(1, workers // 4))}",
         roles=roles,
         blocks=rng.choice((24, 48, 96)),
         lanes=lanes,
-        reads_memory=rng.random() < 0.7,
+        reads_memory=rng.random() < 0.85,
         staging_limit=rng.choice((1 << 20, 1 << 20, 4096)),
     )
 
@@ -293,7 +299,8 @@ def _stream(seed: int, n: int, span: float, sources: Sequence[str], targets: Seq
         chunks=rng.choice((1, 1, 2, 3)),
         gap=rng.choice((0.0, 0.002, rng.expovariate(20), rng.uniform(0.03, 0.3))),
         growing=rng.random() < 0.2,
-        action=rng.choices(("run", "cancel", "abandon", "fail"), (80, 8, 8, 4))[0],
+        action=rng.choices(("run", "cancel", "abandon", "fail"), (70, 13, 13, 4))[0],
+        action_after=rng.choice((1, rng.randint(1, 3 * LAYOUT.layers))),
         action_at=rng.choice((rng.expovariate(200), rng.expovariate(20), rng.expovariate(3))),
         receivers=receivers,
         answer=answer,
@@ -391,4 +398,17 @@ def _fault(seed: int, profile: Profile, span: float, workers: Sequence[str]) -> 
             value = rng.choice((0.01, 0.3, 1.0)) if kind == "broker_late" else 0.0
         case "freeze" | "broker_reset":
             pass
-    return Fault(kind=kind, at=at, who=who, other=other, lasts=lasts, value=value, flag=rng.random() < 0.5)
+    on = ""
+    if kind in ("kill", "freeze", "cut", "break") and rng.random() < 0.6:
+        on = rng.choice(("Challenge", "Hello", "Welcome", "Offer", "Accept", "Ready", "Ready", "Confirm", "End", "End"))
+    return Fault(
+        kind=kind,
+        at=at,
+        on=on,
+        who=who,
+        other=other,
+        lasts=lasts,
+        value=value,
+        flag=rng.random() < 0.5,
+        late=rng.random() < 0.5,
+    )

@@ -98,6 +98,7 @@ class _Run:
         # A deadline is at most 4.5 s away from the last start, and a fault's end pushes what it held up.
         horizon = max([last, *(fault.at + fault.lasts for fault in self._scenario.faults)]) + 12.0
         world.run(lambda: world.now > last and injector.over and not self._busy(), until=horizon)
+        injector.disarm()
         for life in self._living():
             if self._users(life):
                 self._ledger.violation(f"{life.name}: {self._users(life)} users are still waiting")

@@ -36,11 +36,14 @@ from kvstream.transport.base import (
     Transport,
 )
 
-__all__ = ["Guard", "SimConnection", "SimTransport", "Switchboard"]
+__all__ = ["Guard", "SimConnection", "SimTransport", "Switchboard", "Tap"]
 
 _BACKLOG = 4096
 _T = TypeVar("_T")
 _Future = asyncio.Future[int] | asyncio.Future[ByteView | Lent]
+
+Tap = Callable[[Node, Node, bytes, bool], None]
+"""Called for each control message: from, to, what, and whether it has arrived (else it has just been sent)."""
 
 Guard = Callable[[str, Lent, str, Lent], None]
 """Called before borrowed bytes are copied: the source's process, what is lent, the destination's process, where to."""
@@ -82,6 +85,7 @@ class Switchboard:
         self.network = network
         self.seed = seed
         self.guard = guard
+        self.tap: Tap | None = None
         self.links: dict[int, _Link] = {}
         """Connections of which at least one end is not fenced."""
         self._listeners: dict[tuple[str, int], SimTransport] = {}
@@ -214,14 +218,19 @@ class SimConnection(Connection):
     def _flush(self) -> None:
         self._flush_due = False
         outbox, self._outbox = self._outbox, []
+        tap = self._owner.board.tap
         for message in outbox:
             self.channel.put(partial(self.peer.arrive, message))
+            if tap is not None:
+                tap(self.node, self.peer.node, message, False)
 
     def arrive(self, message: bytes) -> None:
         """For the network: a message is here."""
         if self.lost or not self._loop.alive:
             return
         self._network.observe("message", self.link.number, self.dialed, len(message), zlib.crc32(message))
+        if self._owner.board.tap is not None:
+            self._owner.board.tap(self.peer.node, self.node, message, True)
         if not self._mailbox.put(message):
             self.end(ProtocolError(f"{self.peer_address} sent {_BACKLOG} messages unread"), discard=False)
 
@@ -613,6 +622,7 @@ class _Read:
     def start(self) -> None:
         self._to.began(self, self._slot)
         delay = 2 * self._network.latency(self._to.node, self._from.node, self._rng)
+        delay += self._rng.expovariate(1 / self._network.conditions.leisure)
         self._network.after(delay, partial(self._cross, self._head))
 
     def snapshot(self) -> None:
