@@ -22,6 +22,7 @@ _COMMANDS = {
     "demo": "prefill in one process, decode in others, KV cache streamed between",
     "server": "run a NATS server for this user's workers",
     "workers": "list the workers that are registered",
+    "sim": "run simulated clusters under seeded faults",
     "doctor": "check this machine: what works, what does not, what to do about it",
 }
 _INTERRUPTED = 130
@@ -100,6 +101,10 @@ def _load(name: str) -> _Command:
         from kvstream.cli import server
 
         return server
+    if name == "sim":
+        from kvstream.cli import sim
+
+        return sim
     if name == "workers":
         from kvstream.cli import workers
 

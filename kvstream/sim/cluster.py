@@ -408,7 +408,7 @@ class Cluster:
         self.scenario = scenario
         self.world = World()
         self.ledger = Ledger(lambda: self.world.now, layers=scenario.layout.layers, touched=self._touched)
-        conditions = Conditions(bandwidth=scenario.bandwidth, leisure=scenario.leisure)
+        conditions = Conditions(bandwidth=scenario.bandwidth, leisure=scenario.leisure, hiccups=scenario.hiccups)
         self.network = Network(self.world, conditions, observe=self.ledger.note)
         self.board = Switchboard(self.network, scenario.seed, guard=self._guard)
         self.broker = SimBrokerServer(self.network, scenario.seed)

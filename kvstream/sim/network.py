@@ -66,6 +66,8 @@ class Conditions:
     latency: float = 150e-6
     jitter: float = 0.5
     """Mean of the exponential part of a latency, as a share of it."""
+    hiccups: float = 0.0
+    """Share of messages that take up to 20 ms longer, and hold up those behind them."""
     bandwidth: float = 50e6
     """Between hosts; within one it is eight times as much."""
     leisure: float = 50e-6
@@ -121,7 +123,10 @@ class Network:
         """How long one small message takes now."""
         conditions = self.conditions
         base = conditions.local_latency if source.host == target.host else conditions.latency
-        return (base + rng.expovariate(1.0) * base * conditions.jitter) * self._slowdown(source, target)
+        taken = (base + rng.expovariate(1.0) * base * conditions.jitter) * self._slowdown(source, target)
+        if conditions.hiccups and rng.random() < conditions.hiccups:
+            taken += rng.uniform(0, 0.02)
+        return taken
 
     def transfer(self, source: Node, target: Node, nbytes: int) -> float:
         """Reserve the wire for `nbytes` and return how long from now the last of them takes to have left."""

@@ -155,11 +155,13 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a run depends on. `bandwidth` (bytes per second) and `leisure` (seconds) are the network's."""
+    """Everything that a run depends on. `bandwidth` (bytes per second), `leisure` (seconds) and `hiccups` (a share) are
+    the network's conditions."""
 
     seed: int
     bandwidth: float = 50e6
     leisure: float = 50e-6
+    hiccups: float = 0.0
     config: RuntimeConfig
     workers: tuple[WorkerPlan, ...]
     streams: tuple[StreamPlan, ...]
@@ -223,6 +225,7 @@ def generate(seed: int, *, workers: int, streams: int, faults: Profile | Schedul
         seed=seed,
         bandwidth=rng.choice((50e6, 1e6, 1e5)),
         leisure=rng.choice((50e-6, 1e-3, 10e-3)),
+        hiccups=rng.choice((0.0, 0.03)),
         config=config,
         workers=plans,
         streams=made,
@@ -238,6 +241,8 @@ def _check(schedule: Schedule, workers: Sequence[str], streams: Sequence[str]) -
         needed = {"broker_down": 0, "broker_freeze": 0, "broker_late": 0}.get(fault.kind, 1)
         if len(fault.who) < needed or (fault.kind != "cut" and "broker" in fault.who):
             raise ConfigError("faults", f"{fault.kind} needs {needed} worker(s) in `who`, has {fault.who}")
+        if fault.on and (fault.on not in _FRAMES or not fault.who):
+            raise ConfigError("faults", f"`on` of a {fault.kind} on {fault.who} must be one of {', '.join(_FRAMES)}")
     for name in schedule.streams or ():
         if name not in streams:
             raise ConfigError("faults", f"there is no stream {name!r}; there are {len(streams)}, s0 and on")
@@ -320,6 +325,9 @@ def _receiver(seed: int, worker: str, at: float, deadline: float, first_token: i
     )
 
 
+_FRAMES = ("Challenge", "Hello", "Welcome", "Offer", "Accept", "Ready", "Confirm", "End")
+"""What a fault can wait for."""
+
 _HARSH: tuple[FaultKind, ...] = (
     "kill",
     "kill",
@@ -328,6 +336,7 @@ _HARSH: tuple[FaultKind, ...] = (
     "freeze",
     "freeze",
     "slow",
+    "lag",
     "lag",
     "cut",
     "cut",
@@ -400,7 +409,7 @@ def _fault(seed: int, profile: Profile, span: float, workers: Sequence[str]) -> 
             pass
     on = ""
     if kind in ("kill", "freeze", "cut", "break") and rng.random() < 0.6:
-        on = rng.choice(("Challenge", "Hello", "Welcome", "Offer", "Accept", "Ready", "Ready", "Confirm", "End", "End"))
+        on = rng.choice((*_FRAMES, "Ready", "End"))
     return Fault(
         kind=kind,
         at=at,

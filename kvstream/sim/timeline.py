@@ -5,8 +5,6 @@ Owns the translation of the log's events; it keeps them in memory until they are
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
 __all__ = ["Timeline"]
@@ -17,8 +15,8 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     name: str
     ph: str
-    pid: str
-    tid: str
+    pid: int
+    tid: int
     ts: float
     cat: str = ""
     id: str = ""
@@ -36,6 +34,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._events: list[_Event] = []
+        self._numbers: dict[str, int] = {}
         self._open: dict[tuple[str, str], None] = {}
 
     def note(self, now: float, kind: str, fields: tuple[object, ...]) -> None:
@@ -73,8 +72,20 @@ class Timeline:
         s: str = "",
         args: dict[str, str] | None = None,
     ) -> None:
-        self._events.append(_Event(name=name, ph=ph, pid=pid, tid=tid, ts=ts, cat=cat, id=id, s=s, args=args or {}))
+        process, thread = self._number(pid, "process_name"), self._number(f"{pid} {tid}", "thread_name", pid, tid)
+        self._events.append(
+            _Event(name=name, ph=ph, pid=process, tid=thread, ts=ts, cat=cat, id=id, s=s, args=args or {})
+        )
 
-    def write(self, path: Path) -> None:
-        """As one JSON file. Raises OSError."""
-        path.write_bytes(msgspec.json.encode(_Trace(self._events)))
+    def _number(self, key: str, what: str, pid: str = "", tid: str = "") -> int:
+        """The format wants numbers, and the names once beside them."""
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._numbers) + 1
+            process = self._numbers[pid] if pid else number
+            self._events.append(_Event(name=what, ph="M", pid=process, tid=number, ts=0.0, args={"name": tid or key}))
+        return number
+
+    def encode(self) -> bytes:
+        """What a trace file holds."""
+        return msgspec.json.encode(_Trace(self._events))
