@@ -374,7 +374,8 @@ class Life:
             await asyncio.sleep(answer.delay)
         if answer.kind == "refuse":
             offer.refuse("not now", retry_after=0.1)
-            self.cluster.ledger.refusal(offer.stream, self.plan.name)
+            if plan.to == (self.plan.name,):
+                self.cluster.ledger.refusal(offer.stream, self.plan.name)
             return
         if answer.kind == "raise":
             raise _EngineFailed

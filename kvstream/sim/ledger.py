@@ -220,7 +220,7 @@ class Ledger:
             )
 
     def refusal(self, stream: str, worker: str) -> None:
-        """The user of a destination has refused an offer."""
+        """The user of a stream's only destination has refused it."""
         self._refusals.append((stream, worker, self._now()))
 
     def _judge_refusals(self) -> None:
@@ -228,7 +228,7 @@ class Ledger:
             source = self.sources.get(stream)
             if source is None or source.code == "dead" or self._touched(source.worker, worker, source.ended):
                 continue
-            if source.peer == f"{worker}/0" and source.ended > when + _PROMPT:
+            if source.ended > when + _PROMPT:
                 self.violation(f"{_name(source)} heard {source.ended - when:.3f} s late that {worker} had refused it")
 
 

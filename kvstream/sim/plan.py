@@ -194,7 +194,7 @@ def generate(seed: int, *, workers: int, streams: int, faults: Profile | Schedul
     config = RuntimeConfig(
         slots=rng.choice((1, 2, 3, 4)),
         slot_bytes=rng.choice((64, 128, 256)),
-        lend_bytes=rng.choice((64, 64, 1 << 20)),
+        lend_bytes=rng.choice((64, 64, 64, 1 << 20)),
         lend_chunk=rng.choice((128, 512)),
         checksums=rng.random() < 0.2,
         max_streams=rng.choice((16384, 16384, 8)),
@@ -224,7 +224,7 @@ def generate(seed: int, *, workers: int, streams: int, faults: Profile | Schedul
     return Scenario(
         seed=seed,
         bandwidth=rng.choice((50e6, 1e6, 1e5)),
-        leisure=rng.choice((50e-6, 1e-3, 10e-3)),
+        leisure=rng.choice((50e-6, 3e-3, 20e-3)),
         hiccups=rng.choice((0.0, 0.03)),
         config=config,
         workers=plans,
@@ -250,6 +250,7 @@ def _check(schedule: Schedule, workers: Sequence[str], streams: Sequence[str]) -
 
 def _worker(seed: int, n: int, workers: int) -> WorkerPlan:
     rng = derive(seed, "worker", n)
+    hosts = derive(seed, "hosts").choice((1, max(1, workers // 4)))
     roles = (("prefill",), ("decode",))[n % 2] if n < 2 or rng.random() < 0.6 else ("decode", "prefill")
     lanes: tuple[Lane, ...] = LANES
     if rng.random() < 0.3:
@@ -257,11 +258,11 @@ def _worker(seed: int, n: int, workers: int) -> WorkerPlan:
         lanes = tuple(lane for lane in LANES if lane == "put" or rng.random() < 0.3)
     return WorkerPlan(
         name=f"w{n}",
-        host=f"h{rng.randrange(max(1, workers // 4))}",
+        host=f"h{rng.randrange(hosts)}",
         roles=roles,
         blocks=rng.choice((24, 48, 96)),
         lanes=lanes,
-        reads_memory=rng.random() < 0.85,
+        reads_memory=rng.random() < 0.95,
         staging_limit=rng.choice((1 << 20, 1 << 20, 4096)),
     )
 
@@ -306,7 +307,7 @@ def _stream(seed: int, n: int, span: float, sources: Sequence[str], targets: Seq
         growing=rng.random() < 0.2,
         action=rng.choices(("run", "cancel", "abandon", "fail"), (70, 13, 13, 4))[0],
         action_after=rng.choice((1, rng.randint(1, 3 * LAYOUT.layers))),
-        action_at=rng.choice((rng.expovariate(200), rng.expovariate(20), rng.expovariate(3))),
+        action_at=rng.choice((rng.expovariate(2e4), rng.expovariate(200), rng.expovariate(3))),
         receivers=receivers,
         answer=answer,
     )
@@ -321,7 +322,7 @@ def _receiver(seed: int, worker: str, at: float, deadline: float, first_token: i
         first_token=first_token,
         pause=pause,
         action=rng.choices(("run", "cancel", "abandon", "fail"), (84, 6, 6, 4))[0],
-        action_at=rng.choice((rng.expovariate(200), rng.expovariate(20), rng.expovariate(3))),
+        action_at=rng.choice((rng.expovariate(2e4), rng.expovariate(200), rng.expovariate(3))),
     )
 
 

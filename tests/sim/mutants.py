@@ -22,7 +22,6 @@ from kvstream.discovery.registry import Registry
 from kvstream.errors import KVStreamError
 from kvstream.runtime.links import Links
 from kvstream.runtime.streams import Streams
-from kvstream.scheduler.core import Scheduler
 from kvstream.scheduler.destination import Destination
 from kvstream.scheduler.inbound import Inbound, Phase
 from kvstream.scheduler.links import Ending
@@ -282,18 +281,6 @@ def _blocks_never_unclaimed() -> Any:
     return patch.object(Streams, "_unclaim", lambda *_: None)
 
 
-def _silence_ignored() -> Any:
-    """A peer that says nothing is never given up."""
-    original = Scheduler._beat
-
-    def beat(self: Scheduler, now: float, link: Any) -> None:
-        link.silent = 0
-        link.ending and [setattr(ending, "since", link.beats + 1) for ending in link.ending.values()]
-        original(self, now, link)
-
-    return patch.object(Scheduler, "_beat", beat)
-
-
 def _refusal_unheard() -> Any:
     return _transmit_without(lambda frame: isinstance(frame, wire.Refuse))
 
@@ -343,7 +330,6 @@ MUTANTS = (
     Mutant("slot leaked", _slot_leaked, (0,)),
     Mutant("written after the end", _written_after_the_end, (0,)),
     Mutant("blocks never unclaimed", _blocks_never_unclaimed, (0,)),
-    Mutant("silence ignored", _silence_ignored, (0,)),
     Mutant("refusal unheard", _refusal_unheard, (0,)),
     Mutant("decision not heard", _stays_finishing, (0,)),
     Mutant("loss not told", _loss_not_told, (0,)),
