@@ -1,5 +1,5 @@
-# make demo | make test | make check: each makes, and then reuses, its own part of .venv. Nothing else is needed
-# than python3 (3.11 or newer) with venv, make, and a package index.
+# make demo | make test | make sim | make check: each makes, and then reuses, its own part of .venv. Nothing else is
+# needed than python3 (3.11 or newer) with venv, make, and a package index.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -9,13 +9,19 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # OpenBLAS threads spin while they wait for each other: on few cores more of them make the model's tests slower.
 test: export OPENBLAS_NUM_THREADS = 1
 
-.PHONY: demo test check bench clean
+.PHONY: demo test sim check bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kvstream demo $(DEMO_ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+# 1,000 simulated clusters under harsh faults, on all cores. SIM_ARGS replaces what is run: SIM_ARGS="--seed 7 --json".
+SIM_ARGS ?= --seeds 0..999 --workers 8 --streams 40 --faults harsh
+
+sim: $(VENV)/.dev
+	$(BIN)/kvstream sim $(SIM_ARGS)
 
 # The peers that kvstream is measured against; a column whose peer is not installed stays empty.
 bench: $(VENV)/.bench

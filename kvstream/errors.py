@@ -99,8 +99,8 @@ class Corrupted(KVStreamError):
 
 
 class Recalled(Corrupted):
-    """What a source had lent was taken back before it counted: its stream has ended there, and its word on why is on
-    the way. Never the end of a stream by itself, unless that word does not come."""
+    """What a source had announced was taken back before it counted: its stream, or the connection, has ended there, and
+    its word on why is on the way. Never the end of a stream by itself, unless that word does not come."""
 
 
 class Fenced(KVStreamError):

@@ -23,6 +23,7 @@ _COMMANDS = {
     "server": "run a NATS server for this user's workers",
     "workers": "list the workers that are registered",
     "bench": "measure what moves between two workers, on one host or two",
+    "sim": "run simulated clusters under seeded faults",
     "doctor": "check this machine: what works, what does not, what to do about it",
 }
 _INTERRUPTED = 130
@@ -101,6 +102,10 @@ def _load(name: str) -> _Command:
         from kvstream.cli import server
 
         return server
+    if name == "sim":
+        from kvstream.cli import sim
+
+        return sim
     if name == "workers":
         from kvstream.cli import workers
 

@@ -49,7 +49,6 @@ class _Landing:
 
     command: Move
     data: ByteView
-    lent: bool
     left: int
     error: KVStreamError | None = None
 
@@ -252,7 +251,7 @@ class Copies:
             what = f"layer {command.layer}: the checksum of blocks {command.first} on does not match"
             self._moved(command, Corrupted(what))
         else:
-            self._land(*live, command, taken, lent=False)
+            self._land(*live, command, taken)
 
     def _moved(self, command: Move, error: KVStreamError | None) -> None:
         now = self._streams.driver.now()
@@ -271,14 +270,12 @@ class Copies:
         writing = self._writing.get(command.stream)
         return None if writing is not None and writing.end is not None else (session, connection)
 
-    def _land(
-        self, session: ReceiveStream, connection: Connection, command: Move, data: ByteView, *, lent: bool
-    ) -> None:
+    def _land(self, session: ReceiveStream, connection: Connection, command: Move, data: ByteView) -> None:
         """Bring a chunk's bytes, which are in host memory here, into the stream's blocks."""
         ids = session.ids[command.first : command.first + command.count]
         size = data.nbytes // command.layers
         if self._pool.is_device:
-            self._scatter(session, command, ids, data, lent=lent)
+            self._scatter(session, command, ids, data)
             return
         try:
             for n, layer in enumerate(_layers(command)):
@@ -286,16 +283,14 @@ class Copies:
         except KVStreamError as error:
             self._moved(command, error)
         else:
-            self._moved(command, self._count(session, connection, command, data.nbytes, lent=lent))
+            self._moved(command, self._count(session, connection, command, data.nbytes))
 
     def _count(
-        self, session: ReceiveStream, connection: Connection, command: Move, nbytes: int, *, lent: bool
+        self, session: ReceiveStream, connection: Connection, command: Move, nbytes: int
     ) -> KVStreamError | None:
         """The bytes are in the blocks: whether they count."""
         if not connection.check(command.slot, command.generation):
-            if lent:
-                return Recalled(f"the source took back what it had lent by slot {command.slot}")
-            return Corrupted(f"the source reused slot {command.slot} while it was being read")
+            return Recalled(f"the source took slot {command.slot} back while it was being read")
         session.moved_bytes += nbytes
         return None
 
@@ -327,13 +322,13 @@ class Copies:
         if error is not None or live is None:
             self._moved(command, error)
         elif buffer is not None:
-            self._land(*live, command, buffer, lent=True)
+            self._land(*live, command, buffer)
         else:
-            self._moved(command, self._count(*live, command, nbytes, lent=True))
+            self._moved(command, self._count(*live, command, nbytes))
 
-    def _scatter(self, session: ReceiveStream, command: Move, ids: BlockIds, data: ByteView, *, lent: bool) -> None:
+    def _scatter(self, session: ReceiveStream, command: Move, ids: BlockIds, data: ByteView) -> None:
         """`_land` on a GPU: begun here, and over with the last layer's completion."""
-        landing = _Landing(command, data, lent, command.layers)
+        landing = _Landing(command, data, command.layers)
         size = data.nbytes // command.layers
         writing = self._writing.setdefault(command.stream, _Writing(command.link))
         writing.scatters += 1  # this call, so that nothing that completes at once ends the stream in the middle
@@ -363,7 +358,7 @@ class Copies:
                 live = self._live(command)
                 failure = landing.error
                 if failure is None and live is not None:
-                    failure = self._count(*live, command, landing.data.nbytes, lent=landing.lent)
+                    failure = self._count(*live, command, landing.data.nbytes)
                 self._moved(command, failure)
             self._writing[command.stream].scatters -= 1
             self._written(command.stream)

@@ -252,7 +252,7 @@ class Connection(ABC):
     def take(self, slot: int, generation: int, nbytes: int) -> asyncio.Future[ByteView | Lent]:
         """Destination: bring the bytes within reach and return them as a read-only view, valid until the slot is
         confirmed; or as Lent, for `borrow`. Slot and nbytes come from the peer: out of range ends with ProtocolError, a
-        generation that does not match what is there with Corrupted."""
+        generation that does not match what is there (any more) with Recalled."""
 
     @abstractmethod
     def check(self, slot: int, generation: int) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from kvstream.errors import ConfigError, Corrupted, PeerLost, ProtocolError, Refused
+from kvstream.errors import ConfigError, PeerLost, ProtocolError, Recalled, Refused
 from kvstream.transport._mailbox import Mailbox
 from kvstream.transport.base import (
     MAX_MESSAGE,
@@ -291,7 +291,7 @@ class InprocConnection(Connection):
         if staging is None:
             future.set_exception(PeerLost(f"{self.peer_address} closed"))
         elif generation == 0 or staging.generations[slot] != generation:
-            future.set_exception(Corrupted(_stale(self.peer_address, slot, generation)))
+            future.set_exception(Recalled(_stale(self.peer_address, slot, generation)))
         else:
             view = staging.memory[slot, :nbytes]
             view.flags.writeable = False

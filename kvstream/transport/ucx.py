@@ -631,9 +631,9 @@ class UcxConnection(Connection):
     ) -> None:
         """The header and what it speaks of are within reach: a view of the bytes, or what is lent."""
         if source is None or generation <= 0 or not source.holds(slot, generation):
-            # A source that lends takes back; one that does not has reused the slot, or lies.
-            kind = Recalled if self.lends else Corrupted
-            future.set_exception(kind(f"{self.peer_address}: slot {slot} does not hold generation {generation}"))
+            # A source that closes takes everything back at once, and its peer may see that before it sees the loss.
+            what = f"{self.peer_address}: slot {slot} does not hold generation {generation} (any more)"
+            future.set_exception(Recalled(what))
         elif self.lends and (run := source.lent_run(slot)):
             try:
                 future.set_result(self._loan(source, slot, nbytes, run))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvstream.errors import ConfigError, Corrupted, PeerLost, ProtocolError, Refused
+from kvstream.errors import ConfigError, Corrupted, PeerLost, ProtocolError, Recalled, Refused
 from kvstream.transport.base import MAX_MESSAGE, Connection, Lane, ListenAddress, StagingBudget, Transport
 
 SLOTS = 4
@@ -297,6 +297,22 @@ class TransportSuite:
         assert not pending
         for future in done:
             assert future.exception() is None or isinstance(future.exception(), PeerLost)
+        await source.fence()
+        await destination.fence()
+
+    async def test_what_a_source_had_published_when_it_closed(self, pair: Pair) -> None:
+        """The peer may see that the bytes are gone before it sees that the source is: that is no corruption."""
+        source, destination = pair.source.connection, pair.destination.connection
+        source.write_view(0)[:100] = 1
+        generation = await source.publish(0, 100)
+        source.close()
+        try:
+            view = await destination.take(0, generation, 100)
+        except (PeerLost, Recalled):
+            pass
+        else:
+            assert isinstance(view, np.ndarray)
+            assert (view == 1).all()
         await source.fence()
         await destination.fence()
 

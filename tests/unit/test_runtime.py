@@ -26,6 +26,7 @@ from kvstream import (
     UnknownWorker,
     wire,
 )
+from kvstream.runtime.links import Links
 from kvstream.scheduler.commands import Move
 from tests.conftest import LAYOUT, Cluster, fill, kv_bytes
 
@@ -800,4 +801,15 @@ async def test_a_loopback_listener_of_another_host_is_named(cluster: Cluster) ->
     source._registry.lookup = lambda worker: elsewhere  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="decode-0 listens on loopback only; start it with --data-interface"):
         async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            await prefill(tx)
+
+
+async def test_a_connection_that_is_lost_before_its_first_word_is_a_lost_peer(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, _ = await pair(cluster)
+    monkeypatch.setattr(Links, "accepted", lambda _, connection: connection.close())
+    await cluster.worker("decode-1")
+    async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-1") as tx:
+        with pytest.raises(PeerLost):
             await prefill(tx)
