@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstream.errors import BrokerUnavailable, ConfigError, Fenced, KVStreamError, Refused
+from kvstream.runtime.routing import LeastLoaded
 from kvstream.runtime.runtime import Runtime
 from kvstream.runtime.seams import Seams
 from kvstream.runtime.sessions import Offer, ReceiveStream, SendStream
@@ -186,8 +187,11 @@ class Life:
                 plan.name,
                 blocks=given,
                 tokens=plan.tokens,
-                to=plan.to or None,
+                to=plan.to or (LeastLoaded(choices=plan.choices, candidates=2) if plan.choices else None),
                 deadline=plan.deadline,
+                priority=plan.priority,
+                share_class=plan.share,
+                retry=plan.retry,
                 growing=plan.growing,
                 metadata={"stream": plan.name},
             )
@@ -275,6 +279,13 @@ class Life:
             if isinstance(stream, ReceiveStream):
                 side.payload = stream.payload
             self.cluster.ledger.close_side(side, "done", at=end_time(stream))
+
+    def cancel_all(self) -> None:
+        """In this process: every user cancels."""
+        streams = {id(grant): grant for grant in (*self.pool.readers.values(), *self.pool.writers.values())}
+        for stream in streams.values():
+            if isinstance(stream, SendStream | ReceiveStream):
+                self._cancel(stream)
 
     def _cancel(self, stream: SendStream | ReceiveStream) -> None:
         if stream.key:
@@ -374,7 +385,7 @@ class Life:
             await asyncio.sleep(answer.delay)
         if answer.kind == "refuse":
             offer.refuse("not now", retry_after=0.1)
-            if plan.to == (self.plan.name,):
+            if plan.to == (self.plan.name,) and not plan.retry:
                 self.cluster.ledger.refusal(offer.stream, self.plan.name)
             return
         if answer.kind == "raise":

@@ -106,6 +106,10 @@ class Injector:
                 return None
             case "clash":
                 return self._clash(fault)
+            case "cancel":
+                life = cluster.lives[fault.who[0]]
+                life.process.call_soon(life.cancel_all)
+                return None
 
     def _prompt(self) -> None:
         self._cluster.broker.lateness = self._cluster.broker.duplicates = 0.0

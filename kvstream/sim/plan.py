@@ -52,6 +52,7 @@ FaultKind = Literal[
     "broker_late",
     "broker_reset",
     "clash",
+    "cancel",
 ]
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
@@ -111,6 +112,11 @@ class StreamPlan(msgspec.Struct, frozen=True, kw_only=True):
     action: Literal["run", "cancel", "abandon", "fail"] = "run"
     action_after: int = 1
     action_at: float = 0.0
+    share: str = ""
+    priority: int = 0
+    retry: bool = False
+    choices: int = 0
+    """How many workers its own policy draws from, where it has no `to`; 0: the runtime's policy."""
     receivers: tuple[Receiver, ...] = ()
     answer: Answer = Answer()
 
@@ -134,6 +140,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     | `broker_late`   | events of leases come up to `value` seconds late, half of them twice                      |
     | `broker_reset`  | the broker's session with worker `who[0]` breaks                                          |
     | `clash`         | a second process tries to take the name of `who[0]`, which is stopped for `value` seconds |
+    | `cancel`        | the users of all that worker `who[0]` sends and receives cancel at once                   |
     """
 
     kind: FaultKind
@@ -195,7 +202,17 @@ def generate(seed: int, *, workers: int, streams: int, faults: Profile | Schedul
         slots=rng.choice((1, 2, 3, 4)),
         slot_bytes=rng.choice((64, 128, 256)),
         lend_bytes=rng.choice((64, 64, 64, 1 << 20)),
+        get_lend_bytes=rng.choice((64, 64, 1 << 20)),
         lend_chunk=rng.choice((128, 512)),
+        group_bytes=rng.choice((1 << 20, 1 << 20, 128, 1)),
+        share_weights={"gold": 4.0},
+        short_bytes=rng.choice((1 << 25, 1024)),
+        stream_share=rng.choice((0.75, 1.0, 0.3)),
+        moves=rng.choice((16, 16, 2, 1)),
+        peer_moves=rng.choice((8, 8, 1)),
+        max_receiving=rng.choice((256, 256, 2)),
+        max_pending_tokens=rng.choice((1 << 24, 1 << 24, 60)),
+        reservation_timeout=rng.choice((60.0, 60.0, 0.8)),
         checksums=rng.random() < 0.2,
         max_streams=rng.choice((16384, 16384, 8)),
         max_pending_offers=rng.choice((1024, 1024, 3)),
@@ -308,6 +325,10 @@ def _stream(seed: int, n: int, span: float, sources: Sequence[str], targets: Seq
         action=rng.choices(("run", "cancel", "abandon", "fail"), (70, 13, 13, 4))[0],
         action_after=rng.choice((1, rng.randint(1, 3 * LAYOUT.layers))),
         action_at=rng.choice((rng.expovariate(2e4), rng.expovariate(200), rng.expovariate(3))),
+        share=rng.choice(("", "", "gold", "iron")),
+        priority=rng.choice((0, 0, rng.randint(-10, 10))),
+        retry=rng.random() < 0.4,
+        choices=rng.choice((0, 0, 1)),
         receivers=receivers,
         answer=answer,
     )
@@ -351,6 +372,8 @@ _HARSH: tuple[FaultKind, ...] = (
     "broker_late",
     "broker_reset",
     "clash",
+    "cancel",
+    "cancel",
 )
 _MILD: tuple[FaultKind, ...] = (
     "leave",
@@ -400,6 +423,8 @@ def _fault(seed: int, profile: Profile, span: float, workers: Sequence[str]) -> 
             else:
                 pair = rng.sample(workers, 2)
                 who, other = (pair[0],), (pair[1],)
+        case "cancel":
+            lasts = 0.0
         case "break":
             who = tuple(rng.sample(workers, rng.choice((1, 1, 2))))
             lasts = 0.0
@@ -409,7 +434,7 @@ def _fault(seed: int, profile: Profile, span: float, workers: Sequence[str]) -> 
         case "freeze" | "broker_reset":
             pass
     on = ""
-    if kind in ("kill", "freeze", "cut", "break") and rng.random() < 0.6:
+    if kind in ("kill", "freeze", "cut", "break", "cancel") and rng.random() < 0.6:
         on = rng.choice((*_FRAMES, "Ready", "End"))
     return Fault(
         kind=kind,

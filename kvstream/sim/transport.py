@@ -12,13 +12,15 @@ import asyncio
 import ctypes
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from kvstream.errors import ConfigError, Corrupted, KVStreamError, PeerLost, ProtocolError, Recalled, Refused
+from kvstream.errors import Cancelled, ConfigError, Corrupted, KVStreamError, PeerLost, ProtocolError, Recalled, Refused
 from kvstream.sim.loop import Process
 from kvstream.sim.network import Channel, Network, Node
 from kvstream.sim.rng import derive
@@ -40,7 +42,7 @@ __all__ = ["Guard", "SimConnection", "SimTransport", "Switchboard", "Tap"]
 
 _BACKLOG = 4096
 _T = TypeVar("_T")
-_Future = asyncio.Future[int] | asyncio.Future[ByteView | Lent]
+_Future = asyncio.Future[int] | asyncio.Future[ByteView | Lent] | asyncio.Future[None]
 
 Tap = Callable[[Node, Node, bytes, bool], None]
 """Called for each control message: from, to, what, and whether it has arrived (else it has just been sent)."""
@@ -62,6 +64,13 @@ class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sim-
     link: int
     lane: Lane
     lends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Loan(Lent):
+    """What a read of a slot on the lane `get` has found to be lent by it."""
+
+    slot: int
 
 
 class _Staging:
@@ -183,8 +192,8 @@ class SimConnection(Connection):
         self._taken = 0
         self._generation = 0
         self._pending: dict[_Future, None] = {}
-        self._operations: dict[_Write | _Read, None] = {}
-        self._moving: dict[int, _Write | _Read] = {}
+        self._operations: dict[_Operation, None] = {}
+        self._moving: dict[int, _Operation] = {}
         self._settled = asyncio.Event()
         self._fencing: asyncio.Task[None] | None = None
         self._at_leisure = link.rng.random() < 0.5
@@ -273,7 +282,7 @@ class SimConnection(Connection):
                 if lane != "shared":
                     self._take_budget(described.slots * described.slot_bytes)
                     self.staging = _Staging(described.slots, described.slot_bytes)
-                answer = _Answer(self.link.number, lane, lane == "shared" and reads)
+                answer = _Answer(self.link.number, lane, lane != "put" and reads)
                 self._set_lane(answer, described)
                 return msgspec.msgpack.encode(answer)
         why = "; ".join(f"{lane}: {reason}" for lane, reason in reasons.items())
@@ -293,7 +302,7 @@ class SimConnection(Connection):
         self.lends = answer.lends
         self.slots = offer.slots
         self.slot_bytes = offer.slot_bytes
-        self.lent_runs = self.slot_bytes // 8
+        self.lent_runs = self.slot_bytes // 8 if self.lends else 0
 
     def _take_budget(self, nbytes: int) -> None:
         budget = self._owner.budget
@@ -330,6 +339,11 @@ class SimConnection(Connection):
         else:
             future.set_result(self._generation)
         return future
+
+    def withdraw(self, slot: int) -> None:
+        operation = self._moving.get(slot)
+        if isinstance(operation, _Write):
+            operation.withdraw()
 
     def lend(self, slot: int, lent: Lent) -> int:
         staging = self._own_slot(slot)
@@ -368,10 +382,10 @@ class SimConnection(Connection):
             future.set_exception(ProtocolError(f"{self.peer_address}: slot {slot} with {nbytes} bytes is out of range"))
         elif self.lane == "shared":
             self._take_shared(future, slot, generation, nbytes)
-        elif nbytes > self.slot_bytes:
-            future.set_exception(ProtocolError(f"{self.peer_address}: slot {slot} with {nbytes} bytes is out of range"))
         elif self.lane == "get":
             self._get(future, slot, generation, nbytes)
+        elif nbytes > self.slot_bytes:
+            future.set_exception(ProtocolError(f"{self.peer_address}: slot {slot} with {nbytes} bytes is out of range"))
         else:
             self.finish_take(future, slot, generation, nbytes)
         return future
@@ -424,29 +438,50 @@ class SimConnection(Connection):
         _Read(self, slot, generation, nbytes, future).start()
 
     def finish_take(self, future: asyncio.Future[ByteView | Lent], slot: int, generation: int, nbytes: int) -> None:
-        if self.staging is None or generation <= 0 or self.staging.generations[slot] != generation:
+        staging = self.staging
+        if staging is None or generation <= 0 or staging.generations[slot] != generation:
             future.set_exception(Recalled(_stale(self.peer_address, slot, generation)))
+        elif (lent := staging.loans[slot]) is not None and lent.nbytes == nbytes:
+            future.set_result(_Loan(lent.addresses, lent.run_bytes, slot))
+        elif lent is not None or nbytes > self.slot_bytes:
+            future.set_exception(ProtocolError(f"{self.peer_address}: slot {slot} with {nbytes} bytes is out of range"))
         else:
-            future.set_result(_read_only(self.staging.memory[slot, :nbytes]))
+            future.set_result(_read_only(staging.memory[slot, :nbytes]))
 
     def borrow(self, lent: Lent, local: Lent) -> asyncio.Future[None]:
         future: asyncio.Future[None] = self._loop.create_future()
         try:
-            self._borrow(lent, local)
+            if lent.nbytes != local.nbytes or max(lent.run_bytes, local.run_bytes) % min(
+                lent.run_bytes, local.run_bytes
+            ):
+                raise Corrupted(f"{self.peer_address}: {lent} is lent, {local} is wanted")
+            if isinstance(lent, _Loan):
+                self._begin_borrow(future, lent, local)
+            else:
+                self._borrow(lent, local)
+                future.set_result(None)
         except KVStreamError as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
+            _fail_quietly(future, error)
         return future
 
+    def _begin_borrow(self, future: asyncio.Future[None], loan: _Loan, local: Lent) -> None:
+        """Not one of the futures that a loss ends at once: until its final status the memory may be written."""
+        if self.lost or self.staging is None:
+            raise PeerLost(f"{self.peer_address}: the connection is closed")
+        if loan.slot in self._moving:
+            raise ProtocolError(f"{self.peer_address}: slot {loan.slot} was announced while it is read")
+        _Borrow(self, loan, local, future).start()
+
     def _borrow(self, lent: Lent, local: Lent) -> None:
-        if lent.nbytes != local.nbytes or max(lent.run_bytes, local.run_bytes) % min(lent.run_bytes, local.run_bytes):
-            raise Corrupted(f"{self.peer_address}: {lent} is lent, {local} is wanted")
         if self.fenced:
             raise Corrupted(f"{self.peer_address}: what it lent can't be read: the connection is closed")
         if not self.peer.node.process.alive:
             self.end(PeerLost(f"{self.peer_address}: the process has ended"), discard=False, tell=False)
             raise PeerLost(f"{self.peer_address}: the process has ended")
+        self.copy_lent(lent, local)
+
+    def copy_lent(self, lent: Lent, local: Lent) -> None:
+        """Bytes move from the peer's memory into this process's, now."""
         if self._owner.board.guard is not None:
             self._owner.board.guard(self.peer.node.name, lent, self.node.name, local)
         _copy(lent, local)
@@ -468,11 +503,11 @@ class SimConnection(Connection):
         """How many have no final status yet."""
         return len(self._operations)
 
-    def began(self, operation: _Write | _Read, slot: int) -> None:
+    def began(self, operation: _Operation, slot: int) -> None:
         self._operations[operation] = None
         self._moving[slot] = operation
 
-    def over(self, operation: _Write | _Read, slot: int, future: _Future) -> None:
+    def over(self, operation: _Operation, slot: int, future: _Future) -> None:
         """The operation has its final status."""
         self._operations.pop(operation, None)
         if self._moving.get(slot) is operation:
@@ -556,6 +591,8 @@ class _Write:
         self._by_kernel = self._rng.random() < 0.5
         """The kernel has it all and sends it whatever becomes of the process; else the process has to run for it."""
         self._aborted = False
+        self._begun = False
+        self._withdrawn = False
 
     def start(self) -> None:
         self._from.began(self, self._slot)
@@ -574,6 +611,19 @@ class _Write:
             self._aborted = True
             self._network.after(self._rng.uniform(0, 0.003), partial(self._from.over, self, self._slot, self._future))
 
+    def withdraw(self) -> None:
+        """Nobody will take it: what the kernel does not have yet need not go."""
+        if self._by_kernel or self._aborted:
+            return
+        self._withdrawn = True
+        if not self._begun:
+            self._aborted = True
+            self._from.over(self, self._slot, self._future)
+            self._fail_withdrawn()
+
+    def _fail_withdrawn(self) -> None:
+        _fail_quietly(self._future, Cancelled(f"{self._from.peer_address}: slot {self._slot} was withdrawn"))
+
     def _cross(self, step: Callable[[float], None], value: float) -> None:
         go_on = partial(step, value)
         process = self._from.node.process
@@ -581,11 +631,15 @@ class _Write:
         self._network.cross(self._from.node, self._to.node, ready)
 
     def _head(self, whole: float) -> None:
+        if self._withdrawn and not self._begun:
+            return
+        self._begun = True
         self._land(slice(0, self._data.nbytes // 2), stamp=True)
         self._network.after(whole, partial(self._cross, self._tail, 0.0))
 
     def _tail(self, _: float) -> None:
-        self._land(slice(self._data.nbytes // 2, self._data.nbytes), stamp=False)
+        if not self._withdrawn:
+            self._land(slice(self._data.nbytes // 2, self._data.nbytes), stamp=False)
         delay = self._network.latency(self._to.node, self._from.node, self._rng)
         self._network.after(delay, partial(self._network.cross, self._to.node, self._from.node, self._answer))
 
@@ -605,7 +659,9 @@ class _Write:
         if self._aborted:
             return
         self._from.over(self, self._slot, self._future)
-        if not self._future.done():
+        if self._withdrawn:
+            self._fail_withdrawn()
+        elif not self._future.done():
             self._future.set_result(self._generation)
 
 
@@ -665,8 +721,11 @@ class _Read:
         if theirs is None or not self._from.node.process.alive:
             self._to.end(PeerLost(f"{self._to.peer_address}: the read failed"), discard=False, tell=False)
             return False
+        size = own.memory.shape[1]
+        part = slice(min(part.start, size), min(part.stop, size))
         own.memory[self._slot, part] = theirs.memory[self._slot, part]
         own.generations[self._slot] = theirs.generations[self._slot]
+        own.loans[self._slot] = theirs.loans[self._slot]
         return True
 
     def _got(self) -> None:
@@ -675,6 +734,87 @@ class _Read:
         self._to.over(self, self._slot, self._future)
         if not self._future.done():
             self._to.finish_take(self._future, self._slot, self._generation, self._nbytes)
+
+
+class _Borrow:
+    """Gets out of the peer's own memory into ours: half of the runs, the other half, then the slot's header."""
+
+    def __init__(self, connection: SimConnection, loan: _Loan, local: Lent, future: asyncio.Future[None]) -> None:
+        self._to = connection
+        self._from = connection.peer
+        self._slot = loan.slot
+        self._future = future
+        self._network = connection.channel.network
+        self._rng = connection.link.rng
+        run = min(loan.run_bytes, local.run_bytes)
+        theirs, ours = _cut(loan, run), _cut(local, run)
+        middle = len(theirs) // 2
+        self._halves = [
+            (Lent(theirs[part], run), Lent(ours[part], run)) for part in (slice(0, middle), slice(middle, None))
+        ]
+        self._over = False
+        self._aborted = False
+
+    def start(self) -> None:
+        self._to.began(self, self._slot)
+        delay = 2 * self._network.latency(self._to.node, self._from.node, self._rng)
+        delay += self._rng.expovariate(1 / self._network.conditions.leisure)
+        self._network.after(delay, partial(self._cross, self._head))
+
+    def snapshot(self) -> None:
+        """What is read is the peer's memory, not ours."""
+
+    def abort(self) -> None:
+        """The connection is closed: bytes may come in until the final status, which comes soon."""
+        if not self._aborted:
+            self._aborted = True
+            self._network.after(self._rng.uniform(0, 0.003), self._to_process(self._ended))
+
+    def _to_process(self, call: Callable[[], None]) -> Callable[[], object]:
+        return partial(self._to.node.process.call_soon, call)
+
+    def _cross(self, step: Callable[[], None]) -> None:
+        self._network.cross(self._from.node, self._to.node, step)
+
+    def _head(self) -> None:
+        if self._copy(0):
+            delay = self._network.transfer(self._from.node, self._to.node, 2 * self._halves[1][0].nbytes)
+            self._network.after(delay, partial(self._cross, self._tail))
+
+    def _tail(self) -> None:
+        if self._copy(1):
+            delay = 2 * self._network.latency(self._to.node, self._from.node, self._rng)
+            self._network.after(delay, partial(self._cross, self._header))
+
+    def _copy(self, half: int) -> bool:
+        """One half; False when the operation is over."""
+        if self._over or not self._to.node.process.alive:
+            return False
+        if not self._from.node.process.alive:
+            self._to.end(PeerLost(f"{self._to.peer_address}: the read failed"), discard=False, tell=False)
+            return False
+        self._to.copy_lent(*self._halves[half])
+        return True
+
+    def _header(self) -> None:
+        own, theirs = self._to.staging, self._from.staging
+        if own is not None:
+            own.generations[self._slot] = theirs.generations[self._slot] if theirs is not None else 0
+        self._to_process(self._ended)()
+
+    def _ended(self) -> None:
+        """The final status."""
+        if self._over:
+            return
+        self._over = True
+        self._to.over(self, self._slot, self._future)
+        if self._aborted:
+            _fail_quietly(self._future, PeerLost(f"{self._to.peer_address}: the connection was lost"))
+        else:
+            self._future.set_result(None)
+
+
+_Operation = _Write | _Read | _Borrow
 
 
 class _Dial:
@@ -820,10 +960,14 @@ def _decode(data: bytes, kind: type[_T], peer: str) -> _T:
 def _copy(lent: Lent, local: Lent) -> None:
     """Copy runs to runs, all of them in this very process."""
     piece = min(lent.run_bytes, local.run_bytes)
-    sources = [int(a) + at for a in lent.addresses for at in range(0, lent.run_bytes, piece)]
-    targets = [int(a) + at for a in local.addresses for at in range(0, local.run_bytes, piece)]
+    sources, targets = _cut(lent, piece).tolist(), _cut(local, piece).tolist()
     for target, source in zip(targets, sources, strict=True):
         ctypes.memmove(target, source, piece)
+
+
+def _cut(runs: Lent, piece: int) -> npt.NDArray[np.uint64]:
+    """Where the pieces of that many bytes begin."""
+    return (runs.addresses[:, None] + np.arange(0, runs.run_bytes, piece, dtype=np.uint64)).ravel()
 
 
 def _read_only(view: ByteView) -> ByteView:

@@ -153,7 +153,7 @@ async def test_lending(seed: int) -> None:
     generation = source.lend(0, runs(memory, [3, 1], 128))
     lent = await destination.take(0, generation, 256)
     assert isinstance(lent, Lent)
-    destination.borrow(lent, runs(target, [5, 0, 7, 2], 64))
+    await destination.borrow(lent, runs(target, [5, 0, 7, 2], 64))
     assert destination.check(0, generation)
     expected = np.concatenate([memory[384:], memory[128:256]]).reshape(4, 64)
     assert np.array_equal(target.reshape(8, 64)[[5, 0, 7, 2]], expected)
@@ -169,7 +169,7 @@ async def test_lending(seed: int) -> None:
     assert not destination.check(0, later)
     await destination.fence()
     with pytest.raises(Corrupted, match="closed"):
-        destination.borrow(lent, runs(target, [0], 256))
+        await destination.borrow(lent, runs(target, [0], 256))
     await harness.aclose()
     harness.assert_budgets_returned()
 

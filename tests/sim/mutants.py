@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from kvstream.discovery.registry import Registry
 from kvstream.errors import KVStreamError
 from kvstream.runtime.copies import Copies
 from kvstream.runtime.links import Links
+from kvstream.runtime.sessions import SendStream
 from kvstream.runtime.streams import Streams
 from kvstream.scheduler.destination import Destination
 from kvstream.scheduler.inbound import Inbound, Phase
@@ -47,6 +49,14 @@ class Mutant:
     expect: str = ""
 
 
+def _replace(owner: type, name: str, planted: Callable[..., Any]) -> Any:
+    """Patch a method by one with the same parameters: another one would be found for that alone."""
+    original = inspect.signature(getattr(owner, name))
+    if [*inspect.signature(planted).parameters] != [*original.parameters]:
+        raise AssertionError(f"{owner.__name__}.{name} has changed to {original}: plant the bug anew")
+    return patch.object(owner, name, planted)
+
+
 def _slot_released_twice() -> Any:
     original = Outbound.confirm
 
@@ -54,7 +64,7 @@ def _slot_released_twice() -> Any:
         slots = original(self, chunks)
         return [*slots, *slots[:1]]
 
-    return patch.object(Outbound, "confirm", confirm)
+    return _replace(Outbound, "confirm", confirm)
 
 
 def _fence_skipped() -> Any:
@@ -74,7 +84,7 @@ def _fence_skipped() -> Any:
         with patch.object(self, "_spawn", without):
             original(self, link, error)
 
-    return patch.object(Links, "_close", close)
+    return _replace(Links, "_close", close)
 
 
 def _check_skipped() -> Any:
@@ -83,19 +93,19 @@ def _check_skipped() -> Any:
     def count(self: Copies, session: Any, connection: Any, command: Any, nbytes: int) -> None:
         session.moved_bytes += nbytes
 
-    return patch.object(Copies, "_count", count)
+    return _replace(Copies, "_count", count)
 
 
 def _recall_skipped() -> Any:
-    original = Streams.notify
+    original = Streams.end
 
-    def notify(self: Streams, command: Any) -> None:
-        session = self._sessions.get(getattr(command, "stream", 0))
-        if session is not None and type(command).__name__ == "Ended" and hasattr(session, "lent"):
+    def end(self: Streams, command: Any) -> None:
+        session = self.session(command.stream)
+        if isinstance(session, SendStream):
             session.lent.clear()
         original(self, command)
 
-    return patch.object(Streams, "notify", notify)
+    return _replace(Streams, "end", end)
 
 
 def _released_while_in_flight() -> Any:
@@ -107,24 +117,21 @@ def _released_while_in_flight() -> Any:
         self._shared.transmit(link, wire.End(stream.num, stream.epoch, error.code, ""))
         self._release(link, [slot for _, slot in stream.in_flight])
 
-    return patch.object(Source, "_part", part)
+    return _replace(Source, "_part", part)
 
 
 def _told_while_reading() -> Any:
     """A destination that ends a stream says so at once, while it is still reading the source's slots."""
+    original = Destination._end
 
-    def end(self: Destination, stream: Inbound, error: KVStreamError, *, answer: bool = False) -> None:
-        if stream.phase is Phase.DECIDED:
-            self._finish(stream, None, provisional=True)
-            return
+    def end(self: Destination, now: float, stream: Inbound, error: KVStreamError, *, answer: bool = False) -> None:
         link = stream.link
-        if link is not None:
-            if not answer:
-                link.ending[stream.num] = Ending(stream.key, stream.epoch, link.beats)
-            self._shared.transmit(link, wire.End(stream.num, stream.epoch, error.code, "", answer=answer))
-        self._finish(stream, error, provisional=False)
+        if link is not None and stream.phase is not Phase.DECIDED:
+            link.announced -= stream.reading
+            stream.reading = 0
+        original(self, now, stream, error, answer=answer)
 
-    return patch.object(Destination, "_end", end)
+    return _replace(Destination, "_end", end)
 
 
 def _transmit_without(lost: Callable[[wire.Frame], bool]) -> Any:
@@ -134,7 +141,7 @@ def _transmit_without(lost: Callable[[wire.Frame], bool]) -> Any:
         if not lost(frame):
             original(self, link, frame)
 
-    return patch.object(Shared, "transmit", transmit)
+    return _replace(Shared, "transmit", transmit)
 
 
 def _terminal_frame_dropped() -> Any:
@@ -142,7 +149,7 @@ def _terminal_frame_dropped() -> Any:
 
 
 def _answer_omitted() -> Any:
-    return patch.object(Shared, "answer", lambda *_: None)
+    return _replace(Shared, "answer", lambda self, link, frame: None)
 
 
 def _lease_adopted() -> Any:
@@ -156,22 +163,22 @@ def _lease_adopted() -> Any:
             own.revision = conflict.revision
             await original(self, own)
 
-    return patch.object(Registry, "_publish", publish)
+    return _replace(Registry, "_publish", publish)
 
 
 def _stale_end_believed() -> Any:
-    """An End of any stream that is still known counts, also one that ended long ago under the same name of number."""
+    """The source's own End, sent before it heard ours, is taken for its answer: we say at once that all is over."""
+    original = Destination.on_end
 
     def on_end(self: Destination, now: float, link: Any, frame: wire.End) -> None:
         ending = link.ending.get(frame.num)
-        if ending is not None:
-            # The source's own End, sent before it heard ours, is taken for the answer to it; reads still under way.
+        if ending is not None and ending.last_word is not None:
             del link.ending[frame.num]
+            self._shared.answer(link, frame)
             return
         original(self, now, link, frame)
 
-    original = Destination.on_end
-    return patch.object(Destination, "on_end", on_end)
+    return _replace(Destination, "on_end", on_end)
 
 
 def _confirmed_too_early() -> Any:
@@ -180,14 +187,14 @@ def _confirmed_too_early() -> Any:
     def confirm(self: Destination, link: Any, stream: Inbound) -> None:
         self._shared.transmit(link, wire.Confirm(stream.num, stream.epoch, stream.chunks))
 
-    return patch.object(Destination, "_confirm", confirm)
+    return _replace(Destination, "_confirm", confirm)
 
 
 def _confirmed_too_much() -> Any:
     def confirm(self: Destination, link: Any, stream: Inbound) -> None:
         self._shared.transmit(link, wire.Confirm(stream.num, stream.epoch, stream.confirmed + 1))
 
-    return patch.object(Destination, "_confirm", confirm)
+    return _replace(Destination, "_confirm", confirm)
 
 
 def _decided_too_early() -> Any:
@@ -201,7 +208,7 @@ def _decided_too_early() -> Any:
         self._shared.timers.arm(now + self._shared.config.end_wait, Timer.INBOUND, stream.key)
         return True
 
-    return patch.object(Destination, "_decide", decide)
+    return _replace(Destination, "_decide", decide)
 
 
 def _doubt_forgotten() -> Any:
@@ -215,21 +222,24 @@ def _rerouted_when_in_doubt() -> Any:
     """The next destination is tried although this one may have finished: two decoders."""
 
     def link_lost(self: Source, now: float, link: Any, error: KVStreamError) -> None:
+        self._turns.forget(link.id)
         if self._outgoing.get(link.peer) is link:
             del self._outgoing[link.peer]
         for stream in list(link.outbound.values()):
             self._next_or_end(now, stream, error)
 
-    return patch.object(Source, "link_lost", link_lost)
+    return _replace(Source, "link_lost", link_lost)
 
 
 def _deadline_of(kind: Timer) -> Any:
     original = Timers.arm
 
-    def arm(self: Timers, when: float, which: Timer, ref: int) -> None:
-        original(self, math.inf if which is kind else when, which, ref)
+    silenced = kind
 
-    return patch.object(Timers, "arm", arm)
+    def arm(self: Timers, when: float, kind: Timer, ref: int) -> None:
+        original(self, math.inf if kind is silenced else when, kind, ref)
+
+    return _replace(Timers, "arm", arm)
 
 
 def _source_without_deadline() -> Any:
@@ -246,18 +256,18 @@ def _partial_blocks_sent() -> Any:
     def whole_blocks(self: Outbound, tokens: int) -> int:
         return math.ceil(tokens / self.block_tokens)
 
-    return patch.object(Outbound, "_whole_blocks", whole_blocks)
+    return _replace(Outbound, "_whole_blocks", whole_blocks)
 
 
 def _slot_leaked() -> Any:
     """The slot of a chunk whose stream ended while it was gathered is not given back."""
     original = Source.staged
 
-    def staged(self: Source, link: Any, command: Any, generation: int, checksum: int) -> None:
+    def staged(self: Source, now: float, link: Any, command: Any, generation: int, checksum: int) -> None:
         if self._staging(command) is not None:
-            original(self, link, command, generation, checksum)
+            original(self, now, link, command, generation, checksum)
 
-    return patch.object(Source, "staged", staged)
+    return _replace(Source, "staged", staged)
 
 
 def _written_after_the_end() -> Any:
@@ -270,11 +280,11 @@ def _written_after_the_end() -> Any:
         if type(command).__name__ == "Ended" and session is not None:
             self._sessions[command.stream] = session
 
-    return patch.object(Streams, "notify", notify)
+    return _replace(Streams, "notify", notify)
 
 
 def _blocks_never_unclaimed() -> Any:
-    return patch.object(Streams, "_unclaim", lambda *_: None)
+    return _replace(Streams, "_unclaim", lambda self, session: None)
 
 
 def _refusal_unheard() -> Any:
@@ -285,23 +295,50 @@ def _stays_finishing() -> Any:
     """The destination's decision does not end the stream on its source."""
     original = Source.on_end
 
-    def on_end(self: Source, link: Any, frame: wire.End) -> None:
+    def on_end(self: Source, now: float, link: Any, frame: wire.End) -> None:
         stream = link.outbound.get(frame.num)
         if stream is not None and stream.phase is SourcePhase.FINISHING and frame.code == "done":
             return
-        original(self, link, frame)
+        original(self, now, link, frame)
 
-    return patch.object(Source, "on_end", on_end)
+    return _replace(Source, "on_end", on_end)
 
 
 def _loss_not_told() -> Any:
     """Incoming streams of a lost connection are left to their deadlines, on a link that is no more."""
 
-    def link_lost(self: Destination, link: Any, error: KVStreamError) -> None:
+    def link_lost(self: Destination, now: float, link: Any, error: KVStreamError) -> None:
+        self._turns.forget(link.id)
+        self._count(link, -link.reading)
         for offer in list(link.offers.values()):
             self._withdraw(offer, error)
 
-    return patch.object(Destination, "link_lost", link_lost)
+    return _replace(Destination, "link_lost", link_lost)
+
+
+def _told_before_the_blocks_are_free() -> Any:
+    """A stream's user hears of its end while a read that outlasts a call is on its way into the blocks."""
+    return _replace(Copies, "put_off", lambda self, command: False)
+
+
+def _layers_of_a_group_swapped() -> Any:
+    """A chunk of several layers is put in place in the wrong order."""
+
+    def layers(command: Any) -> range:
+        return range(command.layer + command.layers - 1, command.layer - 1, -1)
+
+    original = Copies._land
+
+    def land(self: Copies, session: Any, connection: Any, command: Any, data: Any) -> None:
+        with patch("kvstream.runtime.copies._layers", layers):
+            original(self, session, connection, command, data)
+
+    return _replace(Copies, "_land", land)
+
+
+def _asked_again_forgotten() -> Any:
+    """Who pauses before it asks again is never woken."""
+    return _replace(Source, "ask_again", lambda self, now, key: None)
 
 
 MUTANTS = (
@@ -329,6 +366,9 @@ MUTANTS = (
     Mutant("refusal unheard", _refusal_unheard, (0,)),
     Mutant("decision not heard", _stays_finishing, (0,)),
     Mutant("loss not told", _loss_not_told, (0,)),
+    Mutant("end told before the blocks are free", _told_before_the_blocks_are_free, (0,)),
+    Mutant("layers of a group swapped", _layers_of_a_group_swapped, (0,)),
+    Mutant("asked again forgotten", _asked_again_forgotten, (0,)),
 )
 
 
