@@ -370,8 +370,8 @@ class Runtime:
 
         It answers by `offer.accept(blocks=...)` or `offer.refuse(...)`; one that returns without an answer leaves the
         offer waiting (bounded by config.offer_wait). It is called for as many offers at a time as config.max_receiving
-        leaves room for; of the others the most urgent comes next, each class in its share. Its task is cancelled when the
-        source withdraws.
+        leaves room for; of the others the most urgent comes next, each class in its share. Its task is cancelled when
+        the source withdraws.
         """
         call = getattr(handler, "__call__", None)  # noqa: B004 - of an object that is callable by a coroutine method
         if not (inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(call)):
