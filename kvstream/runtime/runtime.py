@@ -356,7 +356,8 @@ class Runtime:
     ) -> ReceiveStream:
         """Wait for a stream and take it into these blocks: `async with rt.receive(...) as rx`.
 
-        Of a prefix that is here already, whole blocks before `first_token` are not moved. Raises ConfigError for bad
+        Of a prefix that is here already, whole blocks before `first_token` are not moved. If not one chunk has come
+        after config.reservation_timeout, it ends although its deadline may be later. Raises ConfigError for bad
         values, a stream that is being received already, or blocks that another live stream writes.
         """
         streams = self._streams
@@ -371,7 +372,9 @@ class Runtime:
         """Decorator: `async def handler(offer)` is called, in a task of its own, for each stream that nobody waits for.
 
         It answers by `offer.accept(blocks=...)` or `offer.refuse(...)`; one that returns without an answer leaves the
-        offer waiting (bounded by config.offer_wait). Its task is cancelled when the source withdraws.
+        offer waiting (bounded by config.offer_wait). It is called for as many offers at a time as config.max_receiving
+        leaves room for; of the others the most urgent comes next, each class in its share. Its task is cancelled when
+        the source withdraws.
         """
         call = getattr(handler, "__call__", None)  # noqa: B004 - of an object that is callable by a coroutine method
         if not (inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(call)):

@@ -87,17 +87,20 @@ async def test_a_stall_is_logged_with_the_peer_that_is_waited_for(
     assert "decode-0/0" in record.getMessage()
 
 
-async def break_all(cluster: Cluster, source: Runtime) -> None:
+async def break_all(cluster: Cluster, *runtimes: Runtime) -> None:
     for connection in cluster.network.connections:
         cluster.network.break_link(connection)
-    links = source._streams.links
-    while links._links or links._fences:
-        await asyncio.sleep(0)
+    for runtime in runtimes:
+        links = runtime._streams.links
+        while links._links or links._fences:
+            await asyncio.sleep(0)
 
 
+@pytest.mark.parametrize("dialed", [True, False], ids=["source", "destination"])
 async def test_a_peer_that_keeps_too_much_unfenced_memory_gets_nothing_new(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, dialed: bool
 ) -> None:
+    """Either side refuses by what its own ends of the broken connections keep."""
     config = RuntimeConfig(slots=4, slot_bytes=1024, quarantine_limit=4096)
     source, destination = await pair(cluster, config)
     other = await cluster.worker("decode-1", config=config)
@@ -113,16 +116,16 @@ async def test_a_peer_that_keeps_too_much_unfenced_memory_gets_nothing_new(
     held = 4096
     await stream("a", destination)
     with monkeypatch.context() as patch:
-        patch.setattr(InprocConnection, "quarantined", property(lambda self: held))
-        await break_all(cluster, source)
-        (found,) = source.stats().quarantined
-        assert (found.peer, found.bytes) == ("decode-0/0", 4096)
+        patch.setattr(InprocConnection, "quarantined", property(lambda self: held if self.dialed is dialed else 0))
+        await break_all(cluster, source, destination)
+        (found,) = (source if dialed else destination).stats().quarantined
+        assert (found.peer, found.bytes) == ("decode-0/0" if dialed else "prefill-0/0", 4096)
         await stream("b", destination)  # as much as may be
         held = 4097
-        await break_all(cluster, source)
+        await break_all(cluster, source, destination)
         with pytest.raises(Refused, match="quarantine_limit") as caught:
             await stream("c", destination)
         assert caught.value.retry_after
         await stream("d", other)  # the others are not concerned
     await stream("e", destination)
-    assert source.stats().quarantined == ()
+    assert source.stats().quarantined == destination.stats().quarantined == ()

@@ -61,7 +61,10 @@ ACTIVE = 2.0
 MAX_DEADLINE = 3.0
 MAX_FREEZE = 1.0
 MAX_DELAY = 0.05
-REST = ACTIVE + MAX_DEADLINE + MAX_FREEZE + 2 * (CONFIG.stall_timeout + 2 * CONFIG.beat_interval) + 1.0
+CONNECT_TIMEOUT = 0.5
+REST = (
+    ACTIVE + MAX_DEADLINE + MAX_FREEZE + CONNECT_TIMEOUT + 2 * (CONFIG.stall_timeout + 2 * CONFIG.beat_interval) + 1.0
+)
 """By now every stream must have ended on both sides and every slot be free, whatever happened."""
 
 
@@ -88,6 +91,7 @@ class Wire:
     destination_link: int
     slots: list[Slot]
     due: dict[str, float]
+    given_up: bool = False
     cut: bool = False
     mute: bool = False
 
@@ -135,6 +139,7 @@ class Node:
         self.backlog: list[Callable[[], None]] = []
         self.links: dict[int, Wire] = {}
         self.dropped: set[int] = set()
+        self.lost: set[int] = set()
         self.over: set[tuple[int, int]] = set()
         """(link, num) of streams whose last End this side has sent."""
         self.streams: dict[int, Truth] = {}
@@ -375,6 +380,7 @@ class Node:
 
     def lose(self, conn: Wire, error: KVStreamError) -> None:
         if self.links.pop(conn.link_of(self), None) is not None:
+            self.lost.add(conn.link_of(self))
             self.core.link_lost(self.net.now, conn.link_of(self), error)
 
 
@@ -436,10 +442,23 @@ class Net:
             )
 
         def welcome() -> None:
-            up(other, node.name)
-            node.later(lambda: up(node, peer))
+            if not conn.given_up:
+                up(other, node.name)
+                node.later(welcomed)
+
+        def welcomed() -> None:
+            if not conn.given_up:
+                up(node, peer)
+
+        def give_up() -> None:
+            """The peer has frozen, or died, since it was dialed."""
+            if conn.source_link not in node.links and conn.source_link not in node.lost:
+                conn.given_up = True
+                node.core.link_failed(self.now, peer, PeerLost(f"{peer} does not answer"))
+                other.later(lambda: other.lose(conn, PeerLost("given up")))
 
         other.later(welcome)
+        node.later(give_up, CONNECT_TIMEOUT)
 
     def send(self, node: Node, conn: Wire, frame: wire.Frame) -> None:
         other = conn.other(node)

@@ -368,6 +368,21 @@ def test_moves_under_way_are_bounded_for_a_peer_and_for_the_process() -> None:
     assert side.core._destination._reading == 3
 
 
+def test_a_peer_at_its_bound_goes_on_with_each_read_that_ends() -> None:
+    side = Destination(RuntimeConfig(moves=9, peer_moves=2))
+    side.link(1)
+    side.stream("x", 50)
+    side.announce("x", 5)
+    done: list[int] = []
+    moves = side.begin()
+    while moves:
+        assert len(moves) <= 2
+        done.append(moves[0].chunk)
+        side.core.moved(side.now, moves.pop(0))
+        moves += side.begin()
+    assert done == [0, 1, 2, 3, 4]
+
+
 def test_a_peer_whose_reads_hang_leaves_room_for_others() -> None:
     side = Destination(RuntimeConfig(moves=4, peer_moves=2))
     side.link(1)
