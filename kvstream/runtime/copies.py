@@ -100,7 +100,7 @@ class Copies:
         """How many blocks of one layer make a chunk on this connection, as its source; and how many of several."""
         size = connection.slot_bytes
         if self._lends(connection):
-            size = max(size, min(self._config.lend_chunk, connection.lent_runs * self._run_bytes))
+            size = min(max(size, self._config.lend_chunk), connection.lent_runs * self._run_bytes)
         block = self._pool.layout.block_bytes
         # On a GPU each layer is a launch of its own.
         group = 0 if self._pool.is_device else min(self._config.group_bytes, connection.slot_bytes) // block
@@ -185,7 +185,7 @@ class Copies:
     def _lends(self, connection: Connection) -> bool:
         """Whether all blocks are lent on this connection: the peer can read them, and they are large enough."""
         least = self._config.get_lend_bytes if connection.lane == "get" else self._config.lend_bytes
-        return connection.lends and self._run_bytes >= least
+        return connection.lends and self._run_bytes >= least and connection.lent_runs >= self._block_runs
 
     def _pays(self, connection: Connection, command: Stage, ids: BlockIds) -> bool:
         """Whether to lend this chunk: also small blocks, where the table has them in long stretches of memory. Joining

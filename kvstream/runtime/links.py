@@ -77,11 +77,13 @@ class Links:
         lanes: tuple[Lane, ...],
         on_mismatch: Callable[[Sequence[str], KVStreamError], None],
         chunk_blocks: Callable[[Connection], tuple[int, int]],
+        borrows: bool,
     ) -> None:
         self.address: ListenAddress | None = None
         """Where this runtime listens; set once it does."""
         self._on_mismatch = on_mismatch
         self._chunk_blocks = chunk_blocks
+        self._borrows = borrows
         self._identity = identity
         self._transport = transport
         self._directory = directory
@@ -344,7 +346,7 @@ class Links:
         version = wire.negotiate(hello.version, hello.min_version)
         if hello.fingerprint != mine.layout.fingerprint():
             raise LayoutMismatch(_mismatch(hello, mine))
-        answer = connection.accept_lane(hello.lane_offer, self._lanes)
+        answer = connection.accept_lane(hello.lane_offer, self._lanes, borrows=self._borrows)
         if connection.slot_bytes < mine.layout.block_bytes:
             raise ProtocolError(f"slots of {connection.slot_bytes} bytes for blocks of {mine.layout.block_bytes}")
         return version, answer

@@ -156,6 +156,7 @@ class Runtime:
             self._lanes,
             on_mismatch=streams.fail_waiting,
             chunk_blocks=streams.chunk_blocks,
+            borrows=self.pool.run_bytes > 0,
         )
         streams.links = links
         stack.push_async_callback(links.close)

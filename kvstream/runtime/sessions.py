@@ -82,7 +82,8 @@ class _Stream:
         """End the stream now; the other side is told. Nothing happens to one that has ended. On the loop's thread.
 
         A receiving stream has `ended` only when nothing is on its way into its blocks any more: nearly always at once,
-        else within RuntimeConfig.end_wait. Until then, or until its context is left, the blocks are the stream's.
+        else within RuntimeConfig.end_wait; on a GPU, as soon as the device has made the copies that it has been given,
+        however long it is busy. Until then, or until its context is left, the blocks are the stream's.
         """
         self._check_open("cancel")
         self._streams.cancel(self.key, reason)
@@ -348,7 +349,7 @@ class ReceiveStream(_Stream):
 
     async def _until_ended(self) -> None:
         """Also when cancelled, which takes effect afterwards: who has left the context may use the blocks for something
-        else, so nothing may be on its way into them. Streams bounds it."""
+        else, so nothing may be on its way into them. Copies bounds it, but on a GPU, whose copies can't be stopped."""
         cancelled: asyncio.CancelledError | None = None
         while not self.ended:
             try:

@@ -261,7 +261,7 @@ class SimConnection(Connection):
         )
         return msgspec.msgpack.encode(offer)
 
-    def accept_lane(self, offer: bytes, allowed: tuple[Lane, ...]) -> bytes:
+    def accept_lane(self, offer: bytes, allowed: tuple[Lane, ...], *, borrows: bool = True) -> bytes:
         if self.dialed or self.lane is not None:
             raise RuntimeError("accept_lane belongs to the destination, once per connection")
         described = _decode(offer, _Offer, self.peer_address)
@@ -282,7 +282,7 @@ class SimConnection(Connection):
                 if lane != "shared":
                     self._take_budget(described.slots * described.slot_bytes)
                     self.staging = _Staging(described.slots, described.slot_bytes)
-                answer = _Answer(self.link.number, lane, lane != "put" and reads)
+                answer = _Answer(self.link.number, lane, borrows and lane != "put" and reads)
                 self._set_lane(answer, described)
                 return msgspec.msgpack.encode(answer)
         why = "; ".join(f"{lane}: {reason}" for lane, reason in reasons.items())

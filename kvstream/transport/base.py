@@ -192,9 +192,10 @@ class Connection(ABC):
         """
 
     @abstractmethod
-    def accept_lane(self, offer: bytes, allowed: tuple[Lane, ...]) -> bytes:
+    def accept_lane(self, offer: bytes, allowed: tuple[Lane, ...], *, borrows: bool = True) -> bytes:
         """Destination: pick the first lane, in preference order, that both sides allow and that is *proven* to work
-        here (shared memory really opened and recognised, for example). Sets lane, slots and slot_bytes, and returns
+        here (shared memory really opened and recognised, for example); without `borrows` the peer may not lend, since
+        this side has no runs of host memory to read it into. Sets lane, slots and slot_bytes, and returns
         the opaque answer for open_lane. Raises ConfigError naming why each lane was not possible, Refused when the
         staging budget is exhausted, ProtocolError for garbage."""
 

@@ -217,7 +217,7 @@ class InprocConnection(Connection):
         self.link.staging = _Staging(slots, slot_bytes)
         return msgspec.msgpack.encode(self._offered)
 
-    def accept_lane(self, offer: bytes, allowed: tuple[Lane, ...]) -> bytes:
+    def accept_lane(self, offer: bytes, allowed: tuple[Lane, ...], *, borrows: bool = True) -> bytes:
         if self.dialed or self.lane is not None:
             raise RuntimeError("accept_lane belongs to the destination, once per connection")
         try:

@@ -65,7 +65,7 @@ _MAX_SLOT_BYTES = 1 << 30
 _TABLE_BYTES = 4096
 """How much of a slot is read at first where a loan is expected: most tables fit, and bytes on the way cost little."""
 
-_MAX_SHELVES = 1024
+_MAX_SHELVES = 1 << 16
 """Sets of slabs, with their remote keys unpacked, that a peer may lend out of on one connection: one for each layer,
 where layers are registered by themselves."""
 
@@ -255,7 +255,7 @@ class UcxConnection(Connection):
         )
         return msgspec.msgpack.encode(self._offered)
 
-    def accept_lane(self, offer: bytes, allowed: tuple[Lane, ...]) -> bytes:
+    def accept_lane(self, offer: bytes, allowed: tuple[Lane, ...], *, borrows: bool = True) -> bytes:
         if self.dialed or self.lane is not None:
             raise RuntimeError("accept_lane belongs to the destination, once per connection")
         described = _decode(offer, _Offer, self.peer_address)
@@ -277,12 +277,20 @@ class UcxConnection(Connection):
             else:
                 try:
                     answer = tries[lane](described)
+                    if not borrows:
+                        answer = self._without_loans(answer)
                 except _LaneImpossible as impossible:
                     reasons[lane] = str(impossible)
                     continue
                 self._set_lane(answer, described)
                 return msgspec.msgpack.encode(answer)
         raise _no_lane(self.peer_address, reasons)
+
+    def _without_loans(self, answer: _Answer) -> _Answer:
+        if self._peer_memory is not None:
+            self._peer_memory.close()
+            self._peer_memory = None
+        return msgspec.structs.replace(answer, lends=False)
 
     def _accept_shared(self, offer: _Offer) -> _Answer:
         if offer.host_id != self._owner.host_id:
@@ -883,8 +891,12 @@ class UcxTransport(Transport):
                     self._registered.append(reader.register(slab))
             except ConfigError as error:
                 # RDMA pins what is registered, and there is a limit to that. Without it bytes go by way of slots.
+                # All or nothing: a source cuts its chunks as if it could lend any of them.
                 _log.warning("memory can't be registered, so it is not lent", why=str(error))
-                del self._slabs[len(self._registered) :]
+                for region in self._registered:
+                    region.unregister()
+                self._registered.clear()
+                self._slabs.clear()
             regions = zip(self._slabs, self._registered, strict=True)
             slabs = [KeyedSlab(slab.address, slab.nbytes, region.rkey) for slab, region in regions]
             self._exports = Exports(slabs) if slabs else None

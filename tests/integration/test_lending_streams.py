@@ -10,12 +10,23 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstream import Cancelled, ConfigError, DeadlineExceeded, KVPool, PeerLost, ReceiveStream, Runtime, SendStream
+from kvstream import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    KVLayout,
+    KVPool,
+    PeerLost,
+    ReceiveStream,
+    Runtime,
+    RuntimeConfig,
+    SendStream,
+)
 from kvstream.discovery import EmbeddedServer
 from kvstream.transport._loans import Get
 from kvstream.transport._ucp import CANCELED
-from kvstream.transport._worker import Endpoint
-from kvstream.transport.base import Lent
+from kvstream.transport._worker import Endpoint, Region, UcpWorker
+from kvstream.transport.base import Lent, Slab
 from kvstream.transport.ucx import UcxConnection
 from tests.integration.worker import LAYOUT, WAYS
 
@@ -224,7 +235,7 @@ async def test_a_chunk_found_after_the_end_is_not_read(
         go_on.set()
         async with asyncio.timeout(5):
             (link,) = readers.target._streams.core._shared.links.values()
-            while link.moving > 1:
+            while link.announced > 1:
                 await asyncio.sleep(0.001)
         assert len(held.gets) == 1
         assert not rx.ended
@@ -350,3 +361,78 @@ async def test_memory_is_registered_only_where_it_is_lent(changes: dict[str, flo
         assert link.connection.lends == lends
         for layer in range(LAYOUT.layers):
             assert (workers.target.pool.layer(layer).view(np.uint8)[[0, 1]] == 1).all()
+
+
+async def exchange(source: KVPool, target: KVPool, config: RuntimeConfig, rounds: int = 1) -> list[str]:
+    """Everything from one pool to the other over `get`, in reverse order. Returns the streams' lanes."""
+    ids = list(range(source.blocks))
+    tokens = source.blocks * source.layout.block_tokens
+    lanes: list[str] = []
+    async with (
+        EmbeddedServer() as server,
+        Runtime("prefill-0", pool=source, nats=server.url, lanes="get", config=config) as sender,
+        Runtime("decode-0", pool=target, nats=server.url, lanes="get", config=config) as receiver,
+    ):
+        for n in range(rounds):
+            async with receiver.receive(f"r{n}", blocks=ids[::-1], tokens=tokens) as rx:
+                async with sender.send(f"r{n}", blocks=ids, tokens=tokens, to="decode-0", deadline=30) as tx:
+                    for layer in range(source.layout.layers):
+                        tx.layer_ready(layer)
+                    lanes.append((await tx.done()).lane)
+                await rx.done()
+        for layer in range(source.layout.layers):
+            assert np.array_equal(target.layer(layer)[::-1], source.layer(layer))
+        assert sender._streams.core.slots_in_use == 0
+    return lanes
+
+
+async def test_memory_of_which_a_part_can_not_be_registered_goes_by_way_of_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = msgspec.structs.replace(LAYOUT, layers=4)
+    pools = [
+        KVPool.wrap(layout, [np.full((9, *layout.block_shape), n + 1, layout.np_dtype)[:8] for n in range(4)])
+        for _ in range(2)
+    ]
+    register = UcpWorker.register
+    tried: list[int] = []
+
+    def limited(worker: UcpWorker, slab: Slab, *, writable: bool = False) -> Region:
+        if slab.owner is pools[0]:
+            tried.append(slab.nbytes)
+            if len(tried) == 3:
+                raise ConfigError("staging", "UCX can't register: Input/output error")
+        return register(worker, slab, writable=writable)
+
+    monkeypatch.setattr(UcpWorker, "register", limited)
+    config = RuntimeConfig(get_lend_bytes=64, group_bytes=1)
+    assert await exchange(pools[0], pools[1], config, rounds=3) == ["get"] * 3
+    assert len(tried) == 3
+
+
+@pytest.mark.parametrize("slot_bytes", [64, 4192, 4200, 4256, 5000])
+async def test_chunks_are_no_larger_than_a_slot_can_name_runs(slot_bytes: int) -> None:
+    layout = KVLayout(layers=2, kv_heads=1, head_dim=64, block_tokens=1, dtype="uint8", parts="latent")
+    pools = [KVPool.allocate(layout, blocks=128) for _ in range(2)]
+    for layer in range(2):
+        pools[0].layer(layer)[...] = layer + 1
+    config = RuntimeConfig(slot_bytes=slot_bytes, get_lend_bytes=64, group_bytes=1)
+    assert await exchange(pools[0], pools[1], config, rounds=2) == ["get"] * 2
+
+
+async def test_nothing_is_lent_to_who_has_no_runs_to_read_it_into() -> None:
+    """Blocks in pieces: a loan would have to go by way of a buffer."""
+    layout = KVLayout(layers=1, kv_heads=2, head_dim=8, block_tokens=4, dtype="float16")
+    padded = np.zeros((8, *layout.block_shape[:-1], 16), np.float16)
+    async with (
+        EmbeddedServer() as server,
+        Runtime("prefill-0", pool=KVPool.allocate(layout, blocks=8), nats=server.url, lanes="shared") as source,
+        Runtime("decode-0", pool=KVPool.wrap(layout, [padded[..., :8]]), nats=server.url, lanes="shared") as target,
+    ):
+        async with target.receive("r", blocks=[1], tokens=4) as rx:
+            async with source.send("r", blocks=[2], tokens=4, to="decode-0") as tx:
+                tx.layer_ready(0)
+                await tx.done()
+            await rx.done()
+        (link,) = source._streams.links._links.values()
+        assert not link.connection.lends

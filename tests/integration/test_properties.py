@@ -133,8 +133,11 @@ def configs(layout: KVLayout) -> st.SearchStrategy[RuntimeConfig]:
     return st.builds(
         RuntimeConfig,
         slots=st.integers(1, 8),
-        slot_bytes=st.sampled_from([1, block, 2 * block + 1, 5 * block, 1 << 20]),
+        slot_bytes=st.sampled_from([1, block, 2 * block + 1, 5 * block, 4200, 8192, 1 << 20]),
+        group_bytes=st.sampled_from([1, 2 * block, 1 << 20]),
+        put_window=st.sampled_from([64 << 10, 4 << 20]),
         lend_bytes=st.sampled_from([64, 512, 32 << 10, 1 << 30]),
+        get_lend_bytes=st.sampled_from([64, 512, 32 << 10, 1 << 30]),
         lend_chunk=st.sampled_from([1, block, 3 * block, 4 << 20]),
         checksums=st.sampled_from([False, False, True]),
         # What ends here ends by itself: a machine that is busy elsewhere must not end it.

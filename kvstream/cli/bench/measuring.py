@@ -30,6 +30,7 @@ from kvstream.cli.bench.protocol import (
     Request,
     Shape,
     Verify,
+    allocate,
     digest,
     encode,
 )
@@ -64,6 +65,7 @@ _ROW_SECONDS = 10.0
 _FIND_SECONDS, _OPEN_SECONDS = 2.0, 10.0
 """How long a worker may take to show up in the registry: one that should be there, and one that was just opened."""
 _TABLE_SEED, _CONTENT_SEED = 0, 2
+_CONTENT_STEP = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +102,14 @@ async def measure(plan: Plan, broker: Broker, tell: Callable[[str], None]) -> Re
     firsts = [await measurement.first_byte() for _ in range(_FRESH - 1)]
     async with measurement.control() as (runtime, transport):
         firsts.append(await measurement.probe(runtime))
+        # Whether that much is served is asked before it is taken here.
+        largest = max(plan.shapes, key=lambda shape: shape.nbytes)
+        await measurement.ask(runtime, Open(secrets.token_hex(4), largest))
         trips = await measurement.round_trips(runtime)
         link = measurement.link(transport, firsts, trips)
         tell(f"{link_lines(link)}\n\n{row_header(CONCURRENT)}")
         rows: list[Row] = []
-        slab = await asyncio.to_thread(_contents, max(shape.nbytes for shape in plan.shapes))
+        slab = await asyncio.to_thread(_contents, largest.nbytes)
         try:
             for shape in plan.shapes:
                 rows.append(await measurement.row(runtime, shape, shape.pool(slab)))
@@ -273,8 +278,12 @@ class _Measurement:
 
 def _contents(nbytes: int) -> Any:
     """Bytes that no other block has."""
-    words = np.random.default_rng(_CONTENT_SEED).integers(0, 1 << 64, -(-nbytes // 8), np.uint64)
-    return words.view(np.uint8)
+    memory = allocate(-(-nbytes // 8) * 8)
+    rng = np.random.default_rng(_CONTENT_SEED)
+    for start in range(0, len(memory), _CONTENT_STEP):
+        part = memory[start : start + _CONTENT_STEP].view(np.uint64)
+        part[:] = rng.integers(0, 1 << 64, len(part), np.uint64)
+    return memory
 
 
 def _rate(shape: Shape, seconds: Sequence[float]) -> float:

@@ -33,6 +33,7 @@ __all__ = [
     "Request",
     "Shape",
     "Verify",
+    "allocate",
     "decode",
     "digest",
     "encode",
@@ -156,6 +157,14 @@ def decode(metadata: Any) -> Request:
         return msgspec.convert(metadata, type=Request)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"not a request of kvstream bench, or of another version's: {error}") from error
+
+
+def allocate(nbytes: int) -> ByteView:
+    """Memory to measure with, whose pages are taken when they are first used. Raises ConfigError naming --bytes."""
+    try:
+        return np.empty(nbytes, np.uint8)
+    except (MemoryError, ValueError) as error:
+        raise ConfigError("--bytes", f"{nbytes} bytes can't be had here ({error}); give less") from error
 
 
 def digest(pool: KVPool, table: npt.NDArray[np.int64]) -> str:

@@ -26,6 +26,7 @@ from kvstream.cli.bench.protocol import (
     Probe,
     Request,
     Verify,
+    allocate,
     decode,
     digest,
     encode,
@@ -92,7 +93,7 @@ class BenchServer:
         self._lane: Lane | None = lane
         self._data_interface = data_interface
         # Pages are taken when first used: a measurement of little takes little.
-        self._memory: ByteView = np.empty(memory, np.uint8)
+        self._memory: ByteView = allocate(memory)
         self._session: _Session | None = None
         self._turn = asyncio.Lock()
         self._free = list(range(_REQUESTS))
