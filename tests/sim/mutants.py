@@ -43,7 +43,7 @@ class Mutant:
     name: str
     planted: Patch
     seeds: tuple[int, ...]
-    expect: str = ""
+    expect: str
 
 
 def _slot_released_twice() -> Any:
@@ -164,12 +164,11 @@ def _lease_adopted() -> Any:
 
 
 def _stale_end_believed() -> Any:
-    """An End of any stream that is still known counts, also one that ended long ago under the same name of number."""
+    """The source's own End, sent before it heard ours, is taken for the answer to it, with reads still under way."""
 
     def on_end(self: Destination, now: float, link: Any, frame: wire.End) -> None:
         ending = link.ending.get(frame.num)
         if ending is not None:
-            # The source's own End, sent before it heard ours, is taken for the answer to it; reads still under way.
             del link.ending[frame.num]
             return
         original(self, now, link, frame)
@@ -309,30 +308,30 @@ def _loss_not_told() -> Any:
 
 
 MUTANTS = (
-    Mutant("slot released twice", _slot_released_twice, (0,)),
-    Mutant("fence skipped", _fence_skipped, (0,)),
-    Mutant("generation check skipped", _check_skipped, (0,)),
-    Mutant("recall skipped", _recall_skipped, (0,)),
-    Mutant("slots released while in flight", _released_while_in_flight, (0,)),
-    Mutant("source told while its slots are read", _told_while_reading, (0,)),
-    Mutant("terminal frame dropped", _terminal_frame_dropped, (0,)),
-    Mutant("answer to End omitted", _answer_omitted, (0,)),
-    Mutant("lease adopted wrongly", _lease_adopted, (0,)),
-    Mutant("stale End believed", _stale_end_believed, (0,)),
-    Mutant("confirmed before in place", _confirmed_too_early, (0,)),
-    Mutant("confirmed beyond announced", _confirmed_too_much, (0,)),
-    Mutant("decided with reads under way", _decided_too_early, (0,)),
-    Mutant("doubt forgotten", _doubt_forgotten, (0,)),
-    Mutant("rerouted when in doubt", _rerouted_when_in_doubt, (0,)),
-    Mutant("source without deadline", _source_without_deadline, (0,)),
-    Mutant("destination without deadline", _destination_without_deadline, (0,)),
-    Mutant("partial blocks sent", _partial_blocks_sent, (0,)),
-    Mutant("slot leaked", _slot_leaked, (0,)),
-    Mutant("written after the end", _written_after_the_end, (0,)),
-    Mutant("blocks never unclaimed", _blocks_never_unclaimed, (0,)),
-    Mutant("refusal unheard", _refusal_unheard, (0,)),
-    Mutant("decision not heard", _stays_finishing, (0,)),
-    Mutant("loss not told", _loss_not_told, (0,)),
+    Mutant("slot released twice", _slot_released_twice, (0,), "slots"),
+    Mutant("fence skipped", _fence_skipped, (0,), "unfenced"),
+    Mutant("generation check skipped", _check_skipped, (9,), "wrong bytes"),
+    Mutant("recall skipped", _recall_skipped, (57,), "wrong bytes"),
+    Mutant("slots released while in flight", _released_while_in_flight, (3,), "announced while it is read"),
+    Mutant("source told while its slots are read", _told_while_reading, (3,), "ended as protocol"),
+    Mutant("terminal frame dropped", _terminal_frame_dropped, (0,), "lost its source"),
+    Mutant("answer to End omitted", _answer_omitted, (0,), "provisionally"),
+    Mutant("lease adopted wrongly", _lease_adopted, (4,), "several holders"),
+    Mutant("stale End believed", _stale_end_believed, (148,), "lost its source"),
+    Mutant("confirmed before in place", _confirmed_too_early, (3,), "announced while it is read"),
+    Mutant("confirmed beyond announced", _confirmed_too_much, (0,), "chunks confirmed of"),
+    Mutant("decided with reads under way", _decided_too_early, (0,), "wrong bytes"),
+    Mutant("doubt forgotten", _doubt_forgotten, (1,), "without doubt"),
+    Mutant("rerouted when in doubt", _rerouted_when_in_doubt, (1,), "two decoders"),
+    Mutant("source without deadline", _source_without_deadline, (0,), "after its bound"),
+    Mutant("destination without deadline", _destination_without_deadline, (0,), "still waiting"),
+    Mutant("partial blocks sent", _partial_blocks_sent, (2,), "wrong bytes"),
+    Mutant("slot leaked", _slot_leaked, (1,), "free or in use"),
+    Mutant("written after the end", _written_after_the_end, (0,), "has ended"),
+    Mutant("blocks never unclaimed", _blocks_never_unclaimed, (0,), "claimed"),
+    Mutant("refusal unheard", _refusal_unheard, (68,), "had refused it"),
+    Mutant("decision not heard", _stays_finishing, (0,), "too far apart"),
+    Mutant("loss not told", _loss_not_told, (0,), "was killed"),
 )
 
 
