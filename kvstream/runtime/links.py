@@ -96,8 +96,9 @@ class Links:
         self._links: dict[int, _Link] = {}
         self._count = 0
         self._closing = False
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._fences: set[asyncio.Task[None]] = set()
+        # Not sets: the order in which they are cancelled must be the same in every run.
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._fences: dict[asyncio.Task[None], None] = {}
         self._unfenced: dict[str, list[Connection]] = {}
         """Broken connections by peer whose staging memory is still not given back."""
         block_bytes = identity.layout.block_bytes
@@ -434,14 +435,16 @@ class Links:
         if link.connection.quarantined:
             self._unfenced.setdefault(link.peer, []).append(link.connection)
 
-    def _spawn(self, group: set[asyncio.Task[None]], work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def _spawn(
+        self, group: dict[asyncio.Task[None], None], work: Coroutine[Any, Any, None], name: str
+    ) -> asyncio.Task[None]:
         task = self._loop.create_task(work, name=name)
-        group.add(task)
+        group[task] = None
         task.add_done_callback(lambda done: self._over(group, done))
         return task
 
-    def _over(self, group: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
-        group.discard(task)
+    def _over(self, group: dict[asyncio.Task[None], None], task: asyncio.Task[None]) -> None:
+        group.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             # A bug, not a peer's doing: those are KVStreamErrors and handled where they arise.
             self._loop.call_exception_handler({"message": f"kvstream: {task.get_name()} failed", "exception": error})

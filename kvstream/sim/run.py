@@ -130,7 +130,8 @@ class _Run:
             if life.runtime is not None:
                 for fault in slot_faults(life.runtime):
                     self._ledger.violation(f"{life.name}: {fault}")
-        self._world.fabric.call_later(_CHECK_EVERY, self._watch)
+        # The larger the cluster, the rarer: a look costs as much as it has links.
+        self._world.fabric.call_later(_CHECK_EVERY * max(1.0, len(self._scenario.workers) / 8), self._watch)
 
     def _check_rest(self) -> None:
         """Without streams and faults nothing is held, and everybody knows everybody."""
