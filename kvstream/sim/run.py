@@ -149,8 +149,8 @@ class _Run:
                 differing = sorted(worker for worker in {**known, **there} if known.get(worker) != there.get(worker))
                 self._ledger.violation(f"{life.name}: at rest, its registry is wrong about {differing}")
         for name, life in self._cluster.lives.items():
-            rival = self._cluster.rivals.get(name)
-            if rival is not None and rival.runtime is not None:
+            rivals = [rival for rival in self._cluster.rivals.values() if rival.plan.name == name]
+            if any(rival.runtime is not None for rival in rivals):
                 continue
             if life.process.alive and not life.over and life.runtime is None and not life.leaving.is_set():
                 self._ledger.violation(f"{life.name}: at rest, it has not come up")

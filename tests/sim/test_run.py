@@ -19,7 +19,7 @@ from kvstream.cli.main import main
 from kvstream.runtime.copies import Copies
 from kvstream.runtime.streams import Streams
 from kvstream.scheduler.source import Source
-from kvstream.sim.plan import Fault, Profile, Scenario, generate
+from kvstream.sim.plan import Fault, Profile, Scenario, Schedule, generate
 from kvstream.sim.run import Result, run
 from kvstream.sim.shrink import shrink
 from kvstream.sim.timeline import Timeline
@@ -92,6 +92,17 @@ def test_the_log_is_the_same_in_every_process() -> None:
         logs.append(sorted(done.stdout.split("\n")))
     here = [f"{seed} {play(seed, 'harsh').log_hash}" for seed in SEEDS]
     assert logs[0] == logs[1] == ["", *here]
+
+
+def test_a_name_that_was_taken_over_stays_taken_also_when_a_third_process_fails_to_take_it() -> None:
+    """Such a worker's later lives do not come up, and that is no violation."""
+    faults = (
+        Fault(kind="clash", at=3.5, who=("w1",), value=3.0),
+        Fault(kind="clash", at=4.4, who=("w1",), lasts=3.8),
+        Fault(kind="kill", at=9.0, who=("w1",), lasts=0.06),
+    )
+    scenario = generate(5029, workers=3, streams=8, faults=Schedule(faults=faults))
+    assert run(scenario).violations == []
 
 
 def test_a_timeline_changes_nothing_and_has_every_stream() -> None:
