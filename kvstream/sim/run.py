@@ -15,7 +15,7 @@ import msgspec
 
 from kvstream.sim.cluster import Cluster, Life
 from kvstream.sim.faults import Injector
-from kvstream.sim.inspect import leftovers, peers, slot_faults
+from kvstream.sim.inspect import leftovers, peers, slot_faults, wait_faults
 from kvstream.sim.loop import Livelock, Quiet
 from kvstream.sim.plan import Scenario
 from kvstream.sim.timeline import Timeline
@@ -128,7 +128,7 @@ class _Run:
         """Look into every runtime, again and again."""
         for life in self._living():
             if life.runtime is not None:
-                for fault in slot_faults(life.runtime):
+                for fault in (*slot_faults(life.runtime), *wait_faults(life.runtime)):
                     self._ledger.violation(f"{life.name}: {fault}")
         self._world.fabric.call_later(_CHECK_EVERY, self._watch)
 
