@@ -120,7 +120,7 @@ class Life:
                 await self._run()
             except (BrokerUnavailable, Fenced) as error:
                 self.cluster.ledger.note("not up", self.name, error.code)
-                if self.plan.name in self.cluster.rivals and self.cluster.rivals[self.plan.name] is self:
+                if self.name in self.cluster.rivals:
                     break
                 try:
                     async with asyncio.timeout(_START_AGAIN):
@@ -429,7 +429,7 @@ class Cluster:
         self.all_lives: dict[str, Life] = {}
         """By the name of the process, those of the past too."""
         self.rivals: dict[str, Life] = {}
-        """Second processes that try to take the name of a worker that is there."""
+        """Further processes that try to take the name of a worker that is there, by the name of the process."""
         self.buried = False
         self._numbers: dict[str, int] = {}
         self._plans = {plan.name: plan for plan in scenario.workers}
@@ -463,8 +463,8 @@ class Cluster:
     def rival(self, worker: str) -> Life:
         """A second process that tries, once, to start under a name that is taken."""
         number = self._numbers[worker] = self._numbers.get(worker, 0) + 1
-        life = self.rivals[worker] = Life(self, self._plans[worker], number)
-        self.all_lives[life.name] = life
+        life = Life(self, self._plans[worker], number)
+        self.rivals[life.name] = self.all_lives[life.name] = life
         life.start()
         return life
 

@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import math
+
 from kvstream.runtime.runtime import Runtime
 from kvstream.runtime.sessions import ReceiveStream, SendStream
+from kvstream.scheduler.outbound import Phase
+from kvstream.scheduler.timers import Timer
 from kvstream.sim.transport import SimConnection
 
-__all__ = ["end_time", "leftovers", "peers", "slot_faults"]
+__all__ = ["end_time", "leftovers", "peers", "slot_faults", "wait_faults"]
 
 
 def end_time(stream: SendStream | ReceiveStream) -> float:
@@ -44,6 +48,21 @@ def slot_faults(runtime: Runtime) -> list[str]:
         ):
             found.append(f"link to {link.peer}: slots {sorted(used)} of {link.slots} are free or in use")
     return found
+
+
+def wait_faults(runtime: Runtime) -> list[str]:
+    """Waits that nothing will end by itself. Empty when all is well."""
+    streams = runtime._streams_or_none
+    if streams is None:
+        return []
+    core = streams.core
+    armed = core._shared.timers._live
+    waits = [(Timer.OUTBOUND, key) for key in core._source._streams]
+    waits += [(Timer.RETRY, key) for key, stream in core._source._streams.items() if stream.phase is Phase.PAUSING]
+    waits += [(Timer.INBOUND, key) for key, stream in core._destination._streams.items() if stream.expires < math.inf]
+    waits += [(Timer.OFFER, offer.id) for offer in core._destination._offers]
+    waits += [(Timer.BEAT, link.id) for link in core._shared.links.values() if link.live]
+    return [f"{kind.value} {ref} has no bound" for kind, ref in waits if (kind, ref) not in armed]
 
 
 def leftovers(runtime: Runtime) -> list[str]:

@@ -226,7 +226,10 @@ class Ledger:
     def _judge_refusals(self) -> None:
         for stream, worker, when in self._refusals:
             source = self.sources.get(stream)
-            if source is None or source.code == "dead" or self._touched(source.worker, worker, source.ended):
+            if source is None or source.code == "dead":
+                continue
+            # What ails the broker alone delays no answer to an offer.
+            if any(fault.who for fault in self._touched(source.worker, worker, source.ended)):
                 continue
             if source.ended > when + _PROMPT:
                 self.violation(f"{_name(source)} heard {source.ended - when:.3f} s late that {worker} had refused it")

@@ -15,7 +15,7 @@ import msgspec
 
 from kvstream.sim.cluster import Cluster, Life
 from kvstream.sim.faults import Injector
-from kvstream.sim.inspect import leftovers, peers, slot_faults
+from kvstream.sim.inspect import leftovers, peers, slot_faults, wait_faults
 from kvstream.sim.loop import Livelock, Quiet
 from kvstream.sim.plan import Scenario
 from kvstream.sim.timeline import Timeline
@@ -128,7 +128,7 @@ class _Run:
         """Look into every runtime, again and again."""
         for life in self._living():
             if life.runtime is not None:
-                for fault in slot_faults(life.runtime):
+                for fault in (*slot_faults(life.runtime), *wait_faults(life.runtime)):
                     self._ledger.violation(f"{life.name}: {fault}")
         # The larger the cluster, the rarer: a look costs as much as it has links.
         self._world.fabric.call_later(_CHECK_EVERY * max(1.0, len(self._scenario.workers) / 8), self._watch)
@@ -150,8 +150,8 @@ class _Run:
                 differing = sorted(worker for worker in {**known, **there} if known.get(worker) != there.get(worker))
                 self._ledger.violation(f"{life.name}: at rest, its registry is wrong about {differing}")
         for name, life in self._cluster.lives.items():
-            rival = self._cluster.rivals.get(name)
-            if rival is not None and rival.runtime is not None:
+            rivals = [rival for rival in self._cluster.rivals.values() if rival.plan.name == name]
+            if any(rival.runtime is not None for rival in rivals):
                 continue
             if life.process.alive and not life.over and life.runtime is None and not life.leaving.is_set():
                 self._ledger.violation(f"{life.name}: at rest, it has not come up")

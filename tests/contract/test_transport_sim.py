@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transport_suite import Harness, TransportSuite, move, pattern, turns
 
-from kvstream.errors import Corrupted, PeerLost, Recalled
+from kvstream.errors import Cancelled, Corrupted, PeerLost, Recalled
 from kvstream.sim.loop import Process
 from kvstream.sim.network import Network
 from kvstream.sim.transport import SimConnection, SimTransport, Switchboard
@@ -172,6 +172,79 @@ async def test_lending(seed: int) -> None:
         await destination.borrow(lent, runs(target, [0], 256))
     await harness.aclose()
     harness.assert_budgets_returned()
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_lending_by_reads_that_take_time(seed: int) -> None:
+    """On `get` the bytes come in later: torn if the memory changes, and until the final status also after a close."""
+    landed_late = 0
+    for run in range(10):
+        harness = harness_of("get", 10 * seed + run)
+        await harness.start()
+        pair = await harness.connect()
+        source, destination = pair.source.connection, pair.destination.connection
+        memory, target = pattern(1, 512), np.zeros(512, np.uint8)
+        generation = source.lend(0, runs(memory, [3, 1], 128))
+        lent = await destination.take(0, generation, 256)
+        assert isinstance(lent, Lent)
+        await destination.borrow(lent, runs(target, [0], 256))
+        assert destination.check(0, generation)
+        assert np.array_equal(target[:256], np.concatenate([memory[384:], memory[128:256]]))
+        reading = destination.borrow(lent, runs(target, [1], 256))
+        source.recall(0, generation)
+        memory[:] = 0
+        await reading
+        assert not destination.check(0, generation)
+        memory[:] = 1
+        again = source.lend(1, runs(memory, [0], 128))
+        lent = await destination.take(1, again, 128)
+        assert isinstance(lent, Lent)
+        target[:] = 0
+        reading = destination.borrow(lent, runs(target, [0], 128))
+        await turns(1)
+        destination.close()
+        assert not reading.done()
+        before = int(target.sum())
+        with pytest.raises(PeerLost):
+            await reading
+        after = int(target.sum())
+        landed_late += after > before
+        await destination.fence()
+        await settle()
+        assert int(target.sum()) == after
+        with pytest.raises(PeerLost, match="closed"):
+            await destination.borrow(lent, runs(target, [0], 128))
+        await harness.aclose()
+        harness.assert_budgets_returned()
+    assert landed_late
+
+
+async def test_what_is_withdrawn_lands_no_more() -> None:
+    """What the kernel does not have yet does not go; the publish ends once the slot is no longer used."""
+    ends: set[str] = set()
+    for seed in range(20):
+        harness = harness_of("put", seed)
+        await harness.start()
+        pair = await harness.connect()
+        source, destination = pair.source.connection, cast("SimConnection", pair.destination.connection)
+        await move(pair, 0, pattern(2, 1000))
+        source.write_view(0)[:] = 9
+        publishing = source.publish(0, 1000)
+        source.withdraw(0)
+        source.withdraw(1)
+        try:
+            await publishing
+        except Cancelled:
+            await settle()
+            assert destination.staging is not None
+            assert not (destination.staging.memory[0, :1000] == 9).all()
+            ends.add("withdrawn")
+        else:
+            ends.add("gone")
+        await move(pair, 0, pattern(3, 1000))
+        await harness.aclose()
+        harness.assert_budgets_returned()
+    assert ends == {"withdrawn", "gone"}
 
 
 async def test_a_killed_process_is_missed_within_milliseconds_and_a_stopped_or_cut_off_one_is_not() -> None:

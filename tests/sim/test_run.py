@@ -5,17 +5,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
 
 from kvstream.cli.main import main
-from kvstream.sim.plan import Fault, Profile, Scenario, generate
+from kvstream.runtime.copies import Copies
+from kvstream.runtime.streams import Streams
+from kvstream.scheduler.source import Source
+from kvstream.sim.plan import Fault, Profile, Scenario, Schedule, generate
 from kvstream.sim.run import Result, run
 from kvstream.sim.shrink import shrink
 from kvstream.sim.timeline import Timeline
+from kvstream.sim.transport import SimConnection
 
 ROOT = Path(__file__).parent.parent.parent
 SEEDS = (0, 1, 2, 3)
@@ -31,6 +39,33 @@ def test_nothing_is_violated(seed: int, faults: Profile) -> None:
     result = play(seed, faults)
     assert result.violations == []
     assert result.ends["done"] > 10
+
+
+def test_the_workload_reaches_every_way_of_moving_bytes() -> None:
+    """Chunks of several layers, loans on both lanes, reads that outlast their stream, withdrawn puts, second offers."""
+    reached: Counter[str] = Counter()
+
+    def count(stack: ExitStack, owner: type, name: str, what: Callable[..., str]) -> None:
+        original = getattr(owner, name)
+
+        def counting(self: object, *args: Any, **named: Any) -> Any:
+            answer = original(self, *args, **named)
+            reached[what(self, *args, answer)] += 1
+            return answer
+
+        stack.enter_context(patch.object(owner, name, counting))
+
+    with ExitStack() as stack:
+        count(stack, Copies, "_land", lambda _, __, ___, move, *____: "group" if move.layers > 1 else "layer")
+        count(stack, SimConnection, "lend", lambda connection, *_: f"lent by {connection.lane}")
+        count(stack, SimConnection, "withdraw", lambda connection, *_: f"withdrawn from {connection.lane}")
+        count(stack, Copies, "put_off", lambda _, __, put_off: "put off" if put_off else "told")
+        count(stack, Source, "ask_again", lambda *_: "asked again")
+        count(stack, Streams, "accept_offer", lambda _, offer, *__: f"class {offer.share_class}")
+        for seed in (0, 5, 6, 14, 21):
+            play(seed, "harsh")
+    wanted = {"group", "layer", "lent by shared", "lent by get", "withdrawn from put", "put off", "told", "asked again"}
+    assert reached.keys() >= wanted | {"class ", "class gold", "class iron"}
 
 
 @pytest.mark.parametrize("seed", range(10, 14))
@@ -57,6 +92,17 @@ def test_the_log_is_the_same_in_every_process() -> None:
         logs.append(sorted(done.stdout.split("\n")))
     here = [f"{seed} {play(seed, 'harsh').log_hash}" for seed in SEEDS]
     assert logs[0] == logs[1] == ["", *here]
+
+
+def test_a_name_that_was_taken_over_stays_taken_also_when_a_third_process_fails_to_take_it() -> None:
+    """Such a worker's later lives do not come up, and that is no violation."""
+    faults = (
+        Fault(kind="clash", at=3.5, who=("w1",), value=3.0),
+        Fault(kind="clash", at=4.4, who=("w1",), lasts=3.8),
+        Fault(kind="kill", at=9.0, who=("w1",), lasts=0.06),
+    )
+    scenario = generate(5029, workers=3, streams=8, faults=Schedule(faults=faults))
+    assert run(scenario).violations == []
 
 
 def test_a_timeline_changes_nothing_and_has_every_stream() -> None:
