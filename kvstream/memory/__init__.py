@@ -5,6 +5,7 @@ a peer and knows nothing of streams.
 """
 
 from kvstream.memory.blocks import BlockAllocator
+from kvstream.memory.plan import BlockPlan
 from kvstream.memory.pool import KVPool
 
-__all__ = ["BlockAllocator", "KVPool"]
+__all__ = ["BlockAllocator", "BlockPlan", "KVPool"]

@@ -230,7 +230,15 @@ class Spans:
 
     def addresses(self, ids: Ids) -> npt.NDArray[np.uint64]:
         """Where the runs of the blocks `ids` (n,) are, in wire order: shape (n * parts,)."""
-        return (ids.astype(np.uint64)[:, None] * self.steps + self.bases).ravel()
+        return (self.offsets(ids) + self.bases).ravel()
+
+    def offsets(self, ids: Ids) -> npt.NDArray[np.uint64]:
+        """The same from the bases on: shape (n, parts)."""
+        return ids.astype(np.uint64)[:, None] * self.steps
+
+    def alike(self, other: Spans) -> bool:
+        """Whether blocks lie in this layer as in the other one, but for where the layer is."""
+        return self is other or (self.nbytes == other.nbytes and np.array_equal(self.steps, other.steps))
 
     def mean_run(self, ids: Ids) -> float:
         """Mean length in bytes of the runs of these blocks (n >= 1), where neighbours in the table that are neighbours

@@ -20,6 +20,7 @@ from kvstream.memory.blocks import MAX_BLOCKS, BlockAllocator, BlockIds, block_t
 from kvstream.memory.completion import COMPLETED, Completion
 from kvstream.memory.cuda import event_handle
 from kvstream.memory.devices import open_device
+from kvstream.memory.plan import BlockPlan, TableIds
 
 __all__ = ["KVPool"]
 
@@ -147,7 +148,12 @@ class KVPool:
         """
         return self._arrays[self._check_layer(layer)]
 
-    def pack(self, layer: int, block_ids: npt.NDArray[np.integer[Any]], out: npt.NDArray[np.uint8]) -> int:
+    def plan(self, block_ids: TableIds) -> BlockPlan:
+        """Check a part of a block table (n,) once, for all calls here that take block ids. Raises ConfigError."""
+        ids = self._check_ids(block_ids)
+        return block_ids if isinstance(block_ids, BlockPlan) else BlockPlan(self, ids)
+
+    def pack(self, layer: int, block_ids: TableIds, out: npt.NDArray[np.uint8]) -> int:
         """Gather the blocks `block_ids` (n,) of one layer into the start of `out`, in wire form.
 
         `out` is flat, contiguous, writable host memory of n * layout.block_bytes bytes or more. Returns the bytes
@@ -163,7 +169,7 @@ class KVPool:
     def pack_async(
         self,
         layer: int,
-        block_ids: npt.NDArray[np.integer[Any]],
+        block_ids: TableIds,
         out: npt.NDArray[np.uint8],
         *,
         after: object | None = None,
@@ -183,7 +189,7 @@ class KVPool:
             return COMPLETED
         return memory.gather_async(ids, out[:nbytes].reshape(ids.size, -1), after)
 
-    def unpack(self, layer: int, block_ids: npt.NDArray[np.integer[Any]], data: npt.NDArray[np.uint8]) -> None:
+    def unpack(self, layer: int, block_ids: TableIds, data: npt.NDArray[np.uint8]) -> None:
         """Scatter `data`, in wire form, into the blocks `block_ids` (n,) of one layer.
 
         `data` is flat, contiguous host memory of exactly n * layout.block_bytes bytes. Where `block_ids` has
@@ -198,7 +204,7 @@ class KVPool:
     def unpack_async(
         self,
         layer: int,
-        block_ids: npt.NDArray[np.integer[Any]],
+        block_ids: TableIds,
         data: npt.NDArray[np.uint8],
         *,
         after: object | None = None,
@@ -244,9 +250,7 @@ class KVPool:
         blocks are not made of equal runs."""
         return min((layer.spans.nbytes if layer.spans is not None else 0) for layer in self._layers)
 
-    def addresses(
-        self, layer: int, block_ids: npt.NDArray[np.integer[Any]]
-    ) -> tuple[npt.NDArray[np.uint64], int] | None:
+    def addresses(self, layer: int, block_ids: TableIds) -> tuple[npt.NDArray[np.uint64], int] | None:
         """Where the blocks `block_ids` (n,) of one layer are in this process's memory, in wire order: the addresses of
         n * k runs of bytes, and the length of each run, k runs being one block.
 
@@ -256,12 +260,12 @@ class KVPool:
         spans = self._layers[self._check_layer(layer)].spans
         if spans is None:
             return None
-        return spans.addresses(self._check_ids(block_ids)), spans.nbytes
+        return self.plan(block_ids).addresses(spans), spans.nbytes
 
-    def mean_run(self, layer: int, block_ids: npt.NDArray[np.integer[Any]]) -> float:
+    def mean_run(self, layer: int, block_ids: TableIds) -> float:
         """Mean length in bytes of the runs that `addresses` gives, neighbours joined; 0 where it gives none."""
         spans = self._layers[self._check_layer(layer)].spans
-        return spans.mean_run(self._check_ids(block_ids)) if spans is not None and len(block_ids) else 0
+        return self.plan(block_ids).mean_run(spans) if spans is not None and len(block_ids) else 0
 
     @property
     def slabs(self) -> list[tuple[int, int]]:
@@ -315,9 +319,7 @@ class KVPool:
             raise ConfigError("layer", f"must be 0 to {self._layout.layers - 1}, not {layer}")
         return layer
 
-    def _check_pack(
-        self, block_ids: npt.NDArray[np.integer[Any]], out: npt.NDArray[np.uint8]
-    ) -> tuple[npt.NDArray[np.intp], int]:
+    def _check_pack(self, block_ids: TableIds, out: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.intp], int]:
         ids = self._check_ids(block_ids)
         nbytes = ids.size * self._layout.block_bytes
         _check_buffer("out", out)
@@ -327,9 +329,7 @@ class KVPool:
             raise ConfigError("out", f"has {out.size} bytes, but {ids.size} blocks need {nbytes}")
         return ids, nbytes
 
-    def _check_unpack(
-        self, layer: int, block_ids: npt.NDArray[np.integer[Any]], data: npt.NDArray[np.uint8]
-    ) -> npt.NDArray[np.intp]:
+    def _check_unpack(self, layer: int, block_ids: TableIds, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:
         ids = self._check_ids(block_ids)
         _check_buffer("data", data)
         nbytes = ids.size * self._layout.block_bytes
@@ -337,7 +337,11 @@ class KVPool:
             raise Corrupted(f"layer {layer}: {data.size} bytes arrived for {ids.size} blocks, which take {nbytes}")
         return ids
 
-    def _check_ids(self, block_ids: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.intp]:
+    def _check_ids(self, block_ids: TableIds) -> npt.NDArray[np.intp]:
+        if isinstance(block_ids, BlockPlan):
+            if block_ids.pool is not self:
+                raise ConfigError("block_ids", "is the plan of another pool")
+            return block_ids.ids
         if block_ids.ndim != 1 or block_ids.dtype.kind not in "iu":
             raise ConfigError(
                 "block_ids", f"must be one-dimensional with ints, not {block_ids.dtype} of shape {block_ids.shape}"

@@ -18,8 +18,9 @@ import numpy as np
 import xxhash
 
 from kvstream.errors import Cancelled, Corrupted, KVStreamError, PeerLost, Recalled
+from kvstream.memory import BlockPlan
 from kvstream.memory.completion import Completion
-from kvstream.runtime.sessions import BlockIds, ReceiveStream, SendStream
+from kvstream.runtime.sessions import ReceiveStream, SendStream
 from kvstream.scheduler.commands import Ended, Move, Stage
 from kvstream.transport.base import MIN_LENT_RUN, ByteView, Connection, Lent, Slab
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from kvstream.runtime.streams import Streams
 
 __all__ = ["Copies"]
+
+_MAX_PLANS = 256
+"""Plans that a stream keeps: of 2 MiB at least each, so that more would be a table too long to gain by them."""
 
 
 @dataclass(slots=True)
@@ -106,6 +110,17 @@ class Copies:
         group = 0 if self._pool.is_device else min(self._config.group_bytes, connection.slot_bytes) // block
         return max(1, size // block), group
 
+    def _plan(self, session: SendStream | ReceiveStream, command: Stage | Move) -> BlockPlan:
+        """A chunk's blocks. Each layer is cut alike, mostly, so few plans serve them all."""
+        span = command.first, command.count
+        plan = session.plans.get(span)
+        if plan is None:
+            if len(session.plans) == _MAX_PLANS:
+                session.plans.clear()
+            ids = session.ids[command.first : command.first + command.count]
+            plan = session.plans[span] = self._pool.plan(ids)
+        return plan
+
     # ------------------------------------------------------------------ source
 
     def stage(self, command: Stage) -> None:
@@ -114,7 +129,7 @@ class Copies:
         if not isinstance(session, SendStream) or connection is None:
             self._stage_failed(command, Cancelled("the stream has ended"))
             return
-        ids = session.ids[command.first : command.first + command.count]
+        ids = self._plan(session, command)
         try:
             if self._pays(connection, command, ids) and self._lend(session, connection, command, ids):
                 return
@@ -135,7 +150,7 @@ class Copies:
         self._streams.driver.pump()
 
     def _gather(
-        self, session: SendStream, connection: Connection, command: Stage, ids: BlockIds, view: ByteView
+        self, session: SendStream, connection: Connection, command: Stage, ids: BlockPlan, view: ByteView
     ) -> None:
         self._pool.pin(view)
         data = view[: len(ids) * self._pool.layout.block_bytes]
@@ -187,7 +202,7 @@ class Copies:
         least = self._config.get_lend_bytes if connection.lane == "get" else self._config.lend_bytes
         return connection.lends and self._run_bytes >= least and connection.lent_runs >= self._block_runs
 
-    def _pays(self, connection: Connection, command: Stage, ids: BlockIds) -> bool:
+    def _pays(self, connection: Connection, command: Stage, ids: BlockPlan) -> bool:
         """Whether to lend this chunk: also small blocks, where the table has them in long stretches of memory. Joining
         these is up to who reads; on `get` each run is an operation, unless it is a neighbour on both sides."""
         if connection.lane == "get":
@@ -203,7 +218,7 @@ class Copies:
             and self._pool.mean_run(command.layer, ids) >= self._config.lend_bytes
         )
 
-    def _lend(self, session: SendStream, connection: Connection, command: Stage, ids: BlockIds) -> bool:
+    def _lend(self, session: SendStream, connection: Connection, command: Stage, ids: BlockPlan) -> bool:
         """Let the peer read the blocks where they are, if that can be."""
         lent = self._runs(command, ids)
         if lent is None:
@@ -215,7 +230,7 @@ class Copies:
         self._streams.driver.pump()
         return True
 
-    def _runs(self, command: Stage | Move, ids: BlockIds) -> Lent | None:
+    def _runs(self, command: Stage | Move, ids: BlockPlan) -> Lent | None:
         """Where a chunk's blocks are, layer after layer, if they are runs of equal length in host memory."""
         found = [self._pool.addresses(layer, ids) for layer in _layers(command)]
         if len(found) == 1:
@@ -272,7 +287,7 @@ class Copies:
 
     def _land(self, session: ReceiveStream, connection: Connection, command: Move, data: ByteView) -> None:
         """Bring a chunk's bytes, which are in host memory here, into the stream's blocks."""
-        ids = session.ids[command.first : command.first + command.count]
+        ids = self._plan(session, command)
         size = data.nbytes // command.layers
         if self._pool.is_device:
             self._scatter(session, command, ids, data)
@@ -296,7 +311,7 @@ class Copies:
 
     def _borrow(self, session: ReceiveStream, connection: Connection, command: Move, lent: Lent) -> None:
         """Have what is lent read into the stream's blocks, or into a buffer where these are in pieces or on a GPU."""
-        ids = session.ids[command.first : command.first + command.count]
+        ids = self._plan(session, command)
         buffer, local = None, self._runs(command, ids)
         if local is None:
             buffer = np.empty(lent.nbytes, np.uint8)
@@ -326,7 +341,7 @@ class Copies:
         else:
             self._moved(command, self._count(*live, command, nbytes))
 
-    def _scatter(self, session: ReceiveStream, command: Move, ids: BlockIds, data: ByteView) -> None:
+    def _scatter(self, session: ReceiveStream, command: Move, ids: BlockPlan, data: ByteView) -> None:
         """`_land` on a GPU: begun here, and over with the last layer's completion."""
         landing = _Landing(command, data, command.layers)
         size = data.nbytes // command.layers

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvstream import wire
 from kvstream.errors import Cancelled, ConfigError, DeadlineExceeded, KVStreamError, Refused
+from kvstream.memory import BlockPlan
 from kvstream.memory.completion import Completion
 from kvstream.runtime.checks import seconds, text, token_range, whole
 from kvstream.runtime.reports import StreamReport
@@ -39,6 +40,8 @@ class _Stream:
         self._streams = streams
         self._name = name
         self.ids = ids
+        self.plans: dict[tuple[int, int], BlockPlan] = {}
+        """Parts of the table as they were moved before, by first block and number: layers are cut alike."""
         self._tokens = tokens
         self.key = 0
         """The scheduler's key; 0 before the stream is opened."""
@@ -132,6 +135,7 @@ class _Stream:
 
     def on_ended(self, command: Ended) -> None:
         self._end = command
+        self.plans.clear()
         self._end_time = self._streams.clock()
         self._ended.set()
 

@@ -7,7 +7,7 @@ what bytes a stream's blocks must have. It never repairs what it finds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvstream.layout import KVLayout
 from kvstream.memory import KVPool
 from kvstream.memory.blocks import BlockIds
+from kvstream.memory.plan import TableIds
 from kvstream.transport.base import Lent
 
 __all__ = ["Grant", "WatchedPool", "content"]
@@ -85,12 +86,12 @@ class WatchedPool(KVPool):
 
     # -- what the runtime does
 
-    def pack(self, layer: int, block_ids: npt.NDArray[np.integer[Any]], out: npt.NDArray[np.uint8]) -> int:
-        self._check(self.readers, block_ids, "read")
+    def pack(self, layer: int, block_ids: TableIds, out: npt.NDArray[np.uint8]) -> int:
+        self._check(self.readers, self.plan(block_ids).ids, "read")
         return super().pack(layer, block_ids, out)
 
-    def unpack(self, layer: int, block_ids: npt.NDArray[np.integer[Any]], data: npt.NDArray[np.uint8]) -> None:
-        self._check(self.writers, block_ids, "written")
+    def unpack(self, layer: int, block_ids: TableIds, data: npt.NDArray[np.uint8]) -> None:
+        self._check(self.writers, self.plan(block_ids).ids, "written")
         super().unpack(layer, block_ids, data)
 
     def _check(self, grants: dict[int, Grant], ids: BlockIds, what: str) -> None:

@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import msgspec
 import numpy as np
+import pytest
 
-from kvstream import KVLayout, KVPool
+from kvstream import ConfigError, KVLayout, KVPool
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_tokens=4, dtype="float16", parts="split")
 BLOCKS = 5
@@ -83,3 +84,31 @@ def test_the_mean_run_of_k_and_v_apart_is_that_of_each() -> None:
     padded = np.zeros((2, 12, PART + 64), np.uint8)[..., :PART]
     pool = KVPool.wrap(msgspec.structs.replace(LAYOUT, layers=1), [(padded[0], padded[1])])
     assert pool.mean_run(0, np.arange(4)) == PART
+
+
+def test_a_plan_serves_every_layer() -> None:
+    """Layers that are laid out alike, and one that is not."""
+    k, v = np.zeros((2, 12, PART), np.uint8), np.zeros((12, 2, PART + 64), np.uint8)
+    pool = KVPool.wrap(LAYOUT, [(k[0], k[1]), (v[:, 0, :PART], v[:, 1, :PART]), np.zeros((12, 2 * PART), np.uint8)])
+    ids = np.array([3, 4, 5, 9])
+    plan = pool.plan(ids)
+    assert pool.plan(plan) is plan
+    for layer in (0, 1, 2, 0):
+        planned, found = pool.addresses(layer, plan), pool.addresses(layer, ids)
+        assert planned is not None and found is not None
+        assert planned[0].tolist() == found[0].tolist()
+        assert planned[1] == found[1]
+        assert pool.mean_run(layer, plan) == pool.mean_run(layer, ids)
+    out = [np.zeros(4 * LAYOUT.block_bytes, np.uint8) for _ in range(2)]
+    k[:] = np.random.default_rng(1).integers(0, 256, k.shape, np.uint8)
+    assert pool.pack(0, plan, out[0]) == pool.pack(0, ids, out[1])
+    assert np.array_equal(*out)
+
+
+def test_a_plan_is_of_one_pool() -> None:
+    pools = [KVPool.allocate(LAYOUT, blocks=12) for _ in range(2)]
+    plan = pools[0].plan(np.array([11]))
+    with pytest.raises(ConfigError, match="plan of another pool"):
+        pools[1].pack(0, plan, np.zeros(LAYOUT.block_bytes, np.uint8))
+    with pytest.raises(ConfigError, match="block 12 is outside the pool"):
+        pools[0].plan(np.array([12]))

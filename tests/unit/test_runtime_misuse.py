@@ -334,7 +334,7 @@ async def test_what_fails_in_accepting_reaches_the_dialer(cluster: Cluster, monk
     source, destination = await pair(cluster)
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
 
-    def broken(*_: object) -> bytes:
+    def broken(*_: object, **__: object) -> bytes:
         raise OSError("no memory left")
 
     with monkeypatch.context() as patch:
@@ -566,7 +566,7 @@ async def test_a_receiver_hears_of_another_protocol_version(cluster: Cluster, mo
 async def test_a_receiver_hears_that_no_lane_works(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     source, destination = await pair(cluster)
 
-    def none(*_: object) -> bytes:
+    def none(*_: object, **__: object) -> bytes:
         raise ConfigError("lanes", "none works")
 
     monkeypatch.setattr("kvstream.transport.inproc.InprocConnection.accept_lane", none)
