@@ -172,7 +172,8 @@ class Destination:
     def expired(self, now: float, key: int) -> None:
         """A stream's deadline has passed, or its wait for the answer to its End "done"."""
         stream = self._streams[key]
-        if stream.recalled is not None:
+        if stream.recalled is not None and now < stream.expires:
+            # The End that would have said why has not come.
             self._end(now, stream, about(stream.recalled, stream.name))
             return
         if stream.phase is Phase.WAITING:

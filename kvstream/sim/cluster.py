@@ -489,7 +489,12 @@ class Cluster:
 
     def _touched(self, a: str, b: str, when: float) -> list[Fault]:
         """The faults that began before and have to do with one of two workers, or with the broker."""
-        return [
+        hung = [
+            Fault(kind="break", at=at, who=(a, b))
+            for at, between in self.board.hung_reads
+            if at <= when and between == {a, b}
+        ]
+        return hung + [
             fault
             for fault in self.scenario.faults
             if fault.at <= when

@@ -41,6 +41,8 @@ from kvstream.transport.base import (
 __all__ = ["Guard", "SimConnection", "SimTransport", "Switchboard", "Tap"]
 
 _BACKLOG = 4096
+_HUNG = 0.05
+"""Seconds after which a runtime may close a connection for a read that does not end: the least `end_wait` there is."""
 _T = TypeVar("_T")
 _Future = asyncio.Future[int] | asyncio.Future[ByteView | Lent] | asyncio.Future[None]
 
@@ -95,6 +97,8 @@ class Switchboard:
         self.seed = seed
         self.guard = guard
         self.tap: Tap | None = None
+        self.hung_reads: list[tuple[float, frozenset[str]]] = []
+        """When a connection was closed, and between whom, on which a read of what was lent did not end in time."""
         self.links: dict[int, _Link] = {}
         """Connections of which at least one end is not fenced."""
         self._listeners: dict[tuple[str, int], SimTransport] = {}
@@ -496,7 +500,13 @@ class SimConnection(Connection):
             and holder.generations[slot] == generation
         )
 
-    # -- operations under way; for _Write and _Read
+    # -- operations under way; for _Write, _Read and _Borrow
+
+    def note_hung(self, since: float) -> None:
+        """The connection is closed while a read is under way that began then: perhaps for that reason."""
+        board, now = self._owner.board, self._network.world.now
+        if now - since >= _HUNG:
+            board.hung_reads.append((now, frozenset((self.node.label, self.peer.node.label))))
 
     @property
     def operations(self) -> int:
@@ -754,6 +764,7 @@ class _Borrow:
         ]
         self._over = False
         self._aborted = False
+        self._since = self._network.world.now
 
     def start(self) -> None:
         self._to.began(self, self._slot)
@@ -768,6 +779,7 @@ class _Borrow:
         """The connection is closed: bytes may come in until the final status, which comes soon."""
         if not self._aborted:
             self._aborted = True
+            self._to.note_hung(self._since)
             self._network.after(self._rng.uniform(0, 0.003), self._to_process(self._ended))
 
     def _to_process(self, call: Callable[[], None]) -> Callable[[], object]:

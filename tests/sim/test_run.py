@@ -105,6 +105,20 @@ def test_a_name_that_was_taken_over_stays_taken_also_when_a_third_process_fails_
     assert run(scenario).violations == []
 
 
+@pytest.mark.parametrize(
+    ("seed", "streams"),
+    [
+        # Both ends have the same deadline, and what was lent is taken back just before the destination's passes.
+        (6406, ("s7", "s8")),
+        # A read of what was lent takes longer than `end_wait`, for which the destination gives the connection up.
+        (6718, ("s2", "s21")),
+    ],
+)
+def test_what_was_found_once(seed: int, streams: tuple[str, ...]) -> None:
+    scenario = generate(seed, workers=8, streams=40, faults=Schedule(streams=streams))
+    assert run(scenario).violations == []
+
+
 def test_a_timeline_changes_nothing_and_has_every_stream() -> None:
     scenario = generate(1, workers=4, streams=12, faults="harsh")
     timeline = Timeline()

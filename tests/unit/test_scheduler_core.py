@@ -1628,3 +1628,15 @@ def test_what_was_recalled_without_a_word_is_corrupted_after_the_wait(side: Side
     assert "taken back" in str(error)
     side.hear(wire.End(1, 1, "corrupted", answer=True))
     assert side.core.idle
+
+
+def test_what_was_recalled_just_before_its_own_deadline_ends_by_that(side: Side) -> None:
+    """Source and destination have the same deadline: what the source took back at its end is not corrupted."""
+    side.receiving(deadline=0.3)
+    side.announce(0, 0)
+    (move,) = side.taken(Move)
+    side.core.move_failed(side.now, move, Recalled("taken back"))
+    side.after(0.31)
+    assert isinstance(side.one(Ended).error, DeadlineExceeded)
+    side.hear(wire.End(1, 1, "deadline", "the deadline passed"))
+    assert side.core.idle
