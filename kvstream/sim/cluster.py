@@ -492,7 +492,7 @@ class Cluster:
         hung = [
             Fault(kind="break", at=at, who=(a, b))
             for at, between in self.board.hung_reads
-            if at <= when and between == {a, b}
+            if at <= when and between == frozenset((a, b))
         ]
         return hung + [
             fault
