@@ -19,14 +19,8 @@ BLOCKS = 64
 
 @pytest.fixture(scope="module")
 def peer() -> Iterator[PeerMemory]:
+    # The kernel lets every process read itself: no rights are needed, and nothing is skipped.
     memory = PeerMemory(os.getpid())
-    try:
-        memory.read(np.empty(0, np.uint64), 64, np.empty(0, np.uint64), 64)
-        probe = np.zeros(64, np.uint8)
-        at = np.array([probe.ctypes.data], np.uint64)
-        memory.read(at, 32, at + np.uint64(32), 32)
-    except PermissionError:
-        pytest.skip("no ptrace rights here")
     yield memory
     memory.close()
 
