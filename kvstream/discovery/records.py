@@ -7,6 +7,7 @@ never an exception.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Annotated, Literal
 
 import msgspec
@@ -28,6 +29,9 @@ __all__ = [
 ]
 
 State = Literal["ready", "draining"]
+
+_DECODED = 1024
+"""Values whose records are kept: what several registries of one process are told is decoded and stored once."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -140,8 +144,9 @@ def encode_record(record: WorkerRecord) -> bytes:
     return data
 
 
+@lru_cache(maxsize=_DECODED)
 def decode_record(key: str, value: bytes) -> WorkerRecord | None:
-    """The record on `key`, or None where the value is none, or not this key's."""
+    """The record on `key`, or None where the value is none, or not this key's. Equal values give the same object."""
     if len(value) > MAX_VALUE:
         return None
     try:

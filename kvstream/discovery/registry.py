@@ -41,7 +41,11 @@ LeftReason = Literal["unregistered", "lost", "missing"]
 back, and it does not answer or did not return in time."""
 
 UPDATE_SECONDS = 0.1
-"""Load updates are published at most this often; the last one always is."""
+"""Updates are published at most this often; the last one always is."""
+LOADS_PER_SECOND = 500
+"""Loads that a watcher should have to take from all workers together: the more there are, the rarer each one's."""
+SLIGHT_CHANGE = 1 / 16
+"""A load that has changed by less than this share waits for a renewal."""
 PROBE_SECONDS = 0.25
 """How long a worker has to answer whether it lives."""
 PROBE_SPREAD = 0.1
@@ -106,7 +110,9 @@ class Changes:
     never a wrong or a lost one, and costs one entry per worker.
     """
 
-    def __init__(self, registry: Registry, table: dict[str, _Entry]) -> None:
+    def __init__(self, registry: Registry, table: dict[str, _Entry], *, loads: bool) -> None:
+        self.loads = loads
+        """Whether it tells of changes that are of a load alone."""
         self._registry = registry
         self._table = table
         self._told: dict[str, _Told] = {}
@@ -182,14 +188,23 @@ class Changes:
 class _Registration:
     """Our own lease. `version` counts what should be published, `published` what has been."""
 
-    def __init__(self, record: WorkerRecord, on_fenced: Callable[[Fenced], None] | None) -> None:
+    def __init__(
+        self, record: WorkerRecord, on_fenced: Callable[[Fenced], None] | None, load: Callable[[], Load] | None
+    ) -> None:
         self.record = record
+        self.read_load = load
         self.key = lease_key(record.name, record.rank)
         self.on_fenced = on_fenced
         self.revision = 0
         self.expires = 0.0
         self.version = 0
         self.published = 0
+        self.load = record.load
+        """As it was sent last."""
+        self.paced = 0.0
+        """Until then what is published has the load sent last, unless `load_due`."""
+        self.load_due = True
+        self.pacer: asyncio.TimerHandle | None = None
         self.urgent = asyncio.Event()
         self.waiters: dict[asyncio.Future[None], int] = {}
         self.ended: Fenced | None = None
@@ -215,6 +230,7 @@ class Registry:
         self._broker = broker
         self._rng = rng
         self._ttl = ttl
+        self._pause = min(UPDATE_SECONDS, ttl / 10)
         self._clock = clock
         self._table: dict[str, _Entry] = {}
         self._watchers: dict[Changes, None] = {}
@@ -328,9 +344,10 @@ class Registry:
                 "to", f"{worker!r} is not registered (waited {timeout:g} s); known: {known}{cut_off}"
             ) from None
 
-    def watch(self) -> Changes:
-        """Follow the workers: `async with registry.watch() as changes: async for change in changes`."""
-        return Changes(self, self._table)
+    def watch(self, *, loads: bool = True) -> Changes:
+        """Follow the workers: `async with registry.watch() as changes: async for change in changes`. Nearly all changes
+        are of a load alone; without `loads` these are not told."""
+        return Changes(self, self._table, loads=loads)
 
     def attach(self, watcher: Changes) -> None:
         """For Changes."""
@@ -346,16 +363,23 @@ class Registry:
 
     # -- our own place
 
-    async def register(self, record: WorkerRecord, *, on_fenced: Callable[[Fenced], None] | None = None) -> None:
+    async def register(
+        self,
+        record: WorkerRecord,
+        *,
+        on_fenced: Callable[[Fenced], None] | None = None,
+        load: Callable[[], Load] | None = None,
+    ) -> None:
         """Take the name and keep it until `unregister`; broker outages are ridden out.
 
         A name whose holder is dead is taken over at once, one whose holder does not answer when its lease ends
         (within a lease). Raises Fenced, naming the holder, when a living worker has the name. `on_fenced` is called
-        once if another incarnation takes it later; the registration has ended then.
+        once if another incarnation takes it later; the registration has ended then. `load` is asked whenever the record
+        is published; `load_changed` says that it should be.
         """
         if self._own is not None or self._closed:
             raise ConfigError("registry", "this registry holds a registration already, or has been closed")
-        own = self._own = _Registration(record, on_fenced)
+        own = self._own = _Registration(record, on_fenced, load)
         try:
             encode_record(record)
             subject = worker_subject(record.name, record.rank, f"ping.{record.incarnation}")
@@ -404,12 +428,21 @@ class Registry:
         if own.ended is not None:
             raise own.ended
 
+    def load_changed(self) -> None:
+        """Have the load published when its turn comes: the more workers there are, the rarer is each one's turn, and
+        what has hardly changed goes with a renewal. Does nothing without a registration that reads its load."""
+        own = self._own
+        if own is not None and own.ended is None and own.task is not None and own.read_load is not None:
+            self._pace(own, own.read_load())
+
     async def unregister(self) -> None:
         """Give the name back. Others see us leave at once; without a broker, or with one that does not answer within a
         second, when our lease ends. Idempotent."""
         own, self._own = self._own, None
         if own is None:
             return
+        if own.pacer is not None:
+            own.pacer.cancel()
         try:
             if own.task is not None:
                 own.task.cancel()
@@ -462,7 +495,14 @@ class Registry:
 
     async def _publish(self, own: _Registration) -> None:
         """One compare-and-set of the current record; raises Conflict, BrokerUnavailable."""
-        version, record, sent = own.version, own.record, self._now()
+        sent = self._now()
+        if own.read_load is not None and (own.load_due or sent >= own.paced):
+            load = own.read_load()
+            if load != own.load:
+                own.record = msgspec.structs.replace(own.record, load=load)
+                own.load, own.paced = load, sent + self._load_period()
+            own.load_due = False
+        version, record = own.version, own.record
         own.revision = await self._broker.put(own.key, encode_record(record), ttl=self._ttl, revision=own.revision)
         # From when it was sent: the lease may have begun any time since.
         own.expires = sent + self._ttl
@@ -475,7 +515,7 @@ class Registry:
         """Renew until cancelled or fenced."""
         failures = conflicts = 0
         while True:
-            if own.version == own.published or failures:
+            if failures or not own.urgent.is_set():
                 await self._sleep_until_due(own, failures)
             own.urgent.clear()
             try:
@@ -496,7 +536,28 @@ class Registry:
             else:
                 failures = conflicts = 0
                 # Updates within this pause become one.
-                await asyncio.sleep(min(UPDATE_SECONDS, self._ttl / 10))
+                await asyncio.sleep(self._pause)
+
+    def _load_period(self) -> float:
+        """Seconds from one load of ours to the next, so that all workers' together come to LOADS_PER_SECOND."""
+        return max(self._pause, len(self._table) / LOADS_PER_SECOND)
+
+    def _pace(self, own: _Registration, load: Load) -> None:
+        """Publish a load as soon as that may be, if it is worth it."""
+        if own.pacer is not None or not _differs(load, own.load):
+            return
+        wait = own.paced - self._now()
+        # The pause after each publication is pace enough for few workers.
+
+        def due() -> None:
+            own.pacer = None
+            own.load_due = True
+            own.urgent.set()
+
+        if wait <= 0 or self._load_period() <= self._pause:
+            due()
+            return
+        own.pacer = asyncio.get_running_loop().call_later(wait, due)
 
     async def _sleep_until_due(self, own: _Registration, failures: int) -> None:
         """Until the next renewal: a third of a lease after the last one was *sent*, i.e. relative to its end.
@@ -591,13 +652,20 @@ class Registry:
 
     def _put(self, worker: str, record: WorkerRecord) -> None:
         entry = self._table.get(worker)
+        load_alone = False
         if entry is None:
             self._table[worker] = _Entry(record)
         else:
+            load_alone = entry.trial is None and _same_but_load(record, entry.record)
             if entry.trial is not None:
                 entry.trial.cancel()
                 entry.trial = None
             entry.record = record
+        if load_alone:
+            for watcher in self._watchers:
+                if watcher.loads:
+                    watcher.mark(worker)
+            return
         self._grew.set()
         self._mark(worker)
 
@@ -645,6 +713,22 @@ class Registry:
             except KVStreamError:
                 return "unknown"
         return "alive" if answer == record.incarnation.encode() else "silent"
+
+
+def _same_but_load(record: WorkerRecord, old: WorkerRecord) -> bool:
+    """Whether at most the load differs; load and state are all that changes in the life of a worker."""
+    return record.incarnation == old.incarnation and record.state == old.state
+
+
+def _differs(load: Load, published: Load) -> bool:
+    """Whether a change of load is worth telling: the first and the last stream, the last free block, or a good part."""
+    if not (load.streams and published.streams and load.free_blocks and published.free_blocks):
+        return load != published
+    return (
+        abs(load.streams - published.streams) > SLIGHT_CHANGE * published.streams
+        or abs(load.free_blocks - published.free_blocks) > SLIGHT_CHANGE * published.free_blocks
+        or load.blocks != published.blocks
+    )
 
 
 def _fenced(ours: WorkerRecord, holder: WorkerRecord) -> Fenced:

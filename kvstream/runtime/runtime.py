@@ -24,7 +24,7 @@ from kvstream.config import RuntimeConfig
 from kvstream.discovery import Changed, Joined, Left, Registry, connect_broker
 from kvstream.discovery.broker import Broker
 from kvstream.discovery.records import DataAddress, Load, WorkerRecord, check_name
-from kvstream.errors import BrokerUnavailable, ConfigError, Fenced, KVStreamError, Refused, UnknownWorker
+from kvstream.errors import ConfigError, Fenced, KVStreamError, Refused, UnknownWorker
 from kvstream.layout import Shard
 from kvstream.log import get_logger
 from kvstream.memory import KVPool
@@ -101,7 +101,6 @@ class Runtime:
         self._registry_or_none: Registry | None = None
         self._record: WorkerRecord | None = None
         self._staging = StagingBudget(self.config.staging_limit) if transport is None else transport.budget
-        self._load_changed = asyncio.Event()
         self._log = get_logger("runtime", worker=self._identity.worker)
 
     # ------------------------------------------------------------------ life cycle
@@ -165,13 +164,11 @@ class Runtime:
         streams.set_handler(self._handler)
         self._streams_or_none, self._registry_or_none = streams, registry
         self._record = self._describe(address)
-        await registry.register(self._record, on_fenced=self._on_fenced)
+        await registry.register(self._record, on_fenced=self._on_fenced, load=self._load)
         stack.push_async_callback(self._unregister)
         follower = asyncio.create_task(self._follow(registry, streams), name=f"peers of {self.worker}")
         stack.push_async_callback(_end_task, follower)
-        publisher = asyncio.create_task(self._publish_loads(registry), name=f"load of {self.worker}")
-        stack.push_async_callback(_end_task, publisher)
-        streams.on_load_changed(self._load_changed.set)
+        streams.on_load_changed(registry.load_changed)
         self._log.info("registered", host=address.host, port=address.port, roles=self._roles)
 
     async def _unregister(self) -> None:
@@ -204,21 +201,9 @@ class Runtime:
         live = streams.core.streams if streams is not None else 0
         return Load(live, self.pool.free_blocks, self.pool.blocks)
 
-    async def _publish_loads(self, registry: Registry) -> None:
-        """Keep the load in our record up to date: one update at a time, the newest value each time."""
-        while True:
-            await self._load_changed.wait()
-            self._load_changed.clear()
-            try:
-                await registry.update(load=self._load())
-            except BrokerUnavailable as error:
-                self._log.info("load not published", why=str(error))
-            except Fenced:
-                return
-
     async def _follow(self, registry: Registry, streams: Streams) -> None:
         """A worker that came back under its name is a new peer: connections to the one before lead nowhere."""
-        async with registry.watch() as changes:
+        async with registry.watch(loads=False) as changes:
             async for change in changes:
                 if isinstance(change, Joined | Changed):
                     streams.peers.seen(change.record, streams.driver.now())

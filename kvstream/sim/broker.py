@@ -41,6 +41,10 @@ _PING_SECONDS = 1.0
 """A client asks for a sign of life this often, and gives its session up when the one before was not answered."""
 _RETRY_SECONDS = 0.25
 """About this long after a loss, or a failed attempt, a client connects again."""
+_FEW = 64
+_ROUND_SECONDS = 0.05
+"""A server with more than so many sessions is kept busy by telling them all of a change: it gathers changes for so long
+and writes to each once."""
 
 
 class _Held:
@@ -80,8 +84,15 @@ class SimBrokerServer:
         self.duplicates = 0.0
         self._rng = derive(seed, "broker server", name)
         self._leases: dict[str, _Held] = {}
+        self._snapshot: dict[str, Lease] | None = None
+        """Made when it is asked for, and the same until the table changes."""
         self._revision = 0
         self._sessions: dict[_Session, None] = {}
+        self._served: dict[str, dict[_Session, int]] = {}
+        """Who serves what, by subject (wildcards too): session and its number for it, in order of arrival."""
+        self._round: list[LeaseEvent] = []
+        self.told = 0
+        """Messages with changes of leases that were sent."""
 
     # -- faults
 
@@ -93,6 +104,8 @@ class SimBrokerServer:
                 held.timer.cancel()
                 held.timer = None
         sessions, self._sessions = self._sessions, {}
+        self._served.clear()
+        self._round.clear()
         for session in sessions:
             self._hang_up(session)
 
@@ -104,6 +117,7 @@ class SimBrokerServer:
         if wipe:
             self._leases.clear()
             self._revision = 0
+        self._snapshot = None
         for key, held in list(self._leases.items()):
             if held.expires <= self.network.world.now:
                 del self._leases[key]
@@ -112,8 +126,8 @@ class SimBrokerServer:
 
     def reset(self, node: Node) -> None:
         """Break the session of a client; both sides are told."""
-        for session in [session for session in self._sessions if session.client.node is node]:
-            del self._sessions[session]
+        for session in self._of(node):
+            self.close(session)
             self._hang_up(session)
 
     def kill(self, node: Node) -> None:
@@ -121,17 +135,22 @@ class SimBrokerServer:
         self.network.after(0.005, partial(self.network.cross, node, self.node, partial(self._forget, node)))
 
     def snapshot(self) -> dict[str, Lease]:
-        """The leases that stand."""
-        return {key: Lease(held.revision, held.value) for key, held in self._leases.items()}
+        """The leases that stand; not to be changed."""
+        if self._snapshot is None:
+            self._snapshot = {key: Lease(held.revision, held.value) for key, held in self._leases.items()}
+        return self._snapshot
 
     def _hang_up(self, session: _Session) -> None:
         session.up.cut()
         session.down.cut_short()
         session.down.put(partial(session.client.deliver, partial(session.client.session_lost, session)))
 
+    def _of(self, node: Node) -> list[_Session]:
+        return [session for session in self._sessions if session.client.node is node]
+
     def _forget(self, node: Node) -> None:
-        for session in [session for session in self._sessions if session.client.node is node]:
-            del self._sessions[session]
+        for session in self._of(node):
+            self.close(session)
 
     # -- what clients send; called by the network
 
@@ -154,12 +173,28 @@ class SimBrokerServer:
         if not self.running:
             return
         self._forget(session.client.node)
-        session.subjects = dict(subjects)
         self._sessions[session] = None
+        for number, subject in subjects.items():
+            self._serve(session, number, subject)
         session.down.put(partial(session.client.deliver, partial(session.client.session_up, session, self.snapshot())))
 
     def close(self, session: _Session) -> None:
         self._sessions.pop(session, None)
+        for number in list(session.subjects):
+            self._unserve(session, number)
+
+    def _serve(self, session: _Session, number: int, subject: str) -> None:
+        session.subjects[number] = subject
+        self._served.setdefault(subject, {})[session] = number
+
+    def _unserve(self, session: _Session, number: int) -> None:
+        subject = session.subjects.pop(number, None)
+        serving = self._served.get(subject) if subject is not None else None
+        if subject is None or serving is None or serving.get(session) != number:
+            return
+        del serving[session]
+        if not serving:
+            del self._served[subject]
 
     def put(self, key: str, value: bytes, ttl: float, revision: int, operation: int, session: _Session) -> None:
         held = self._leases.get(key)
@@ -171,6 +206,7 @@ class SimBrokerServer:
         self._revision += 1
         fresh = _Held(self._revision, value, self.network.world.now + ttl)
         self._leases[key] = fresh
+        self._snapshot = None
         self._arm(key, fresh)
         # A renewal changes nothing for those who watch.
         if held is None or held.value != value:
@@ -192,22 +228,29 @@ class SimBrokerServer:
         self._answer(session, operation, 0)
 
     def subscribe(self, number: int, subject: str, operation: int, session: _Session) -> None:
-        session.subjects[number] = subject
+        self._serve(session, number, subject)
         self._answer(session, operation, 0)
 
     def unsubscribe(self, number: int, operation: int, session: _Session) -> None:
-        session.subjects.pop(number, None)
+        self._unserve(session, number)
         self._answer(session, operation, 0)
 
     def ask(self, subject: str, data: bytes, operation: int, session: _Session) -> None:
-        for serving in self._sessions:
-            for number, pattern in serving.subjects.items():
-                if _matches(pattern, subject):
-                    client = serving.client
-                    asked = partial(client.asked, serving, number, subject, data, session, operation)
-                    serving.down.put(partial(client.deliver, asked))
-                    return
-        self._answer(session, operation, NobodyServes(f"nobody serves {subject}"))
+        found = self._served.get(subject) or next(
+            (
+                serving
+                for pattern, serving in self._served.items()
+                if "*" in pattern or ">" in pattern
+                if _matches(pattern, subject)
+            ),
+            None,
+        )
+        if not found:
+            self._answer(session, operation, NobodyServes(f"nobody serves {subject}"))
+            return
+        serving, number = next(iter(found.items()))
+        asked = partial(serving.client.asked, serving, number, subject, data, session, operation)
+        serving.down.put(partial(serving.client.deliver, asked))
 
     def replied(self, asker: _Session, operation: int, reply: Reply, _: _Session) -> None:
         self._answer(asker, operation, reply)
@@ -225,6 +268,7 @@ class SimBrokerServer:
 
     def _remove(self, key: str, reason: Reason) -> None:
         held = self._leases.pop(key)
+        self._snapshot = None
         if held.timer is not None:
             held.timer.cancel()
         self._revision += 1
@@ -233,11 +277,26 @@ class SimBrokerServer:
     def _tell(self, key: str, value: bytes | None, reason: Reason) -> None:
         event = LeaseEvent(key, value, self._revision, reason)
         self.network.observe("lease", key, reason, self._revision)
+        if len(self._sessions) <= _FEW:
+            self._write((event,))
+            return
+        self._round.append(event)
+        if len(self._round) == 1:
+            self.process.call_later(_ROUND_SECONDS, self._end_round)
+
+    def _end_round(self) -> None:
+        events, self._round = tuple(self._round), []
+        if events:
+            self._write(events)
+
+    def _write(self, events: tuple[LeaseEvent, ...]) -> None:
+        """Tell every session of changes, in order."""
         for session in self._sessions:
             again = 1 + (self._rng.random() < self.duplicates)
             late = self._rng.uniform(0, self.lateness) if self.lateness else 0.0
-            told = partial(session.client.deliver, partial(session.client.changed, session, event))
+            told = partial(session.client.deliver, partial(session.client.changed, session, events))
             for _ in range(again):
+                self.told += 1
                 session.down.put(told, extra=late)
 
 
@@ -417,11 +476,12 @@ class SimBroker(Broker):
         if session is self._session and future is not None:
             _settle(future, outcome)
 
-    def changed(self, session: _Session, event: LeaseEvent) -> None:
-        """A lease changed."""
+    def changed(self, session: _Session, events: tuple[LeaseEvent, ...]) -> None:
+        """Leases changed."""
         if session is self._session:
             for view in self._views:
-                view.apply(event)
+                for event in events:
+                    view.apply(event)
 
     def seen(self, session: _Session, view: LeaseView, snapshot: dict[str, Lease]) -> None:
         """The snapshot that a new watch asked for."""

@@ -93,4 +93,4 @@ def leftovers(runtime: Runtime) -> list[str]:
 
 def peers(runtime: Runtime) -> dict[str, str]:
     """The incarnation of each worker that the runtime's registry knows."""
-    return {record.id: record.incarnation for record in runtime.registry.workers()}
+    return {record.id: record.incarnation for record in runtime.registry.records()}

@@ -13,9 +13,10 @@ import heapq
 import math
 import sys
 import threading
+import weakref
 from asyncio import events
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import Executor
 from contextvars import Context
 from typing import Any, TypeVar, TypeVarTuple, Unpack
@@ -55,6 +56,7 @@ class Process(asyncio.BaseEventLoop):
         """Kept back while `holds`; the flag tells timers."""
         self._thread_of_world = threading.get_ident()
         self._stop_asked = False
+        self._created: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         super().__init__()
 
     def __repr__(self) -> str:
@@ -121,6 +123,21 @@ class Process(asyncio.BaseEventLoop):
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         self.world.add_timer(when, self, handle)
         return handle
+
+    def create_task(
+        self,
+        coro: Generator[Any, None, _T] | Coroutine[Any, Any, _T],
+        *,
+        name: object = None,
+        context: Context | None = None,
+    ) -> asyncio.Task[_T]:
+        task = super().create_task(coro, name=name, context=context)
+        self._created.add(task)
+        return task
+
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """Those that have not ended. (`asyncio.all_tasks` goes through the tasks of all processes.)"""
+        return [task for task in self._created if not task.done()]
 
     def run_in_executor(  # pyright: ignore[reportIncompatibleMethodOverride]  # typeshed's is not generic in this way
         self, executor: Executor | None, func: Callable[[Unpack[_Ts]], _T], *args: *_Ts
@@ -263,14 +280,14 @@ class World:
             if process.holds:
                 process.holds = 1
                 process.release()
-        left = [task for process in self.processes for task in asyncio.all_tasks(process)]
+        left = [task for process in self.processes for task in process.tasks()]
         for task in left:
             task.cancel()
         try:
             self.run(lambda: all(task.done() for task in left), until=self.now + 60.0)
         except Quiet:
             pass  # what waits for ever shows below
-        left = [task for process in self.processes for task in asyncio.all_tasks(process)]
+        left = [task for process in self.processes for task in process.tasks()]
         self.ready.clear()
         self._timers.clear()
         for process in self.processes:

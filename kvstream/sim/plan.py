@@ -226,7 +226,8 @@ def generate(seed: int, *, workers: int, streams: int, faults: Profile | Schedul
         idle_timeout=rng.choice((0.5, 2.0)),
         lease_ttl=2,
     )
-    span = max(6.0, streams / 8)
+    # A larger cluster has more to do at a time, not longer.
+    span = max(6.0, streams / max(8, workers))
     plans = tuple(_worker(seed, n, workers) for n in range(workers))
     sources = [plan.name for plan in plans if "prefill" in plan.roles]
     targets = [plan.name for plan in plans if "decode" in plan.roles]
@@ -347,6 +348,8 @@ def _receiver(seed: int, worker: str, at: float, deadline: float, first_token: i
     )
 
 
+_CUT_OFF = 4
+"""Workers that one fault parts from all others, at most: many such faults at a time would leave no way at all."""
 _FRAMES = ("Challenge", "Hello", "Welcome", "Offer", "Accept", "Ready", "Confirm", "End")
 """What a fault can wait for."""
 
@@ -395,6 +398,8 @@ def _faults(seed: int, profile: Profile, span: float, workers: Sequence[str]) ->
     scale = max(1.0, len(workers) / 8)
     count = round(rng.randint(2, 5) * scale) if profile == "mild" else round(rng.randint(8, 20) * scale)
     made = [_fault(number(seed, "fault", profile, n), profile, span, workers) for n in range(count)]
+    # There are more workers to go wrong in a larger cluster, but still one broker.
+    made = [fault for fault in made if fault.who or rng.random() * scale < 1]
     return tuple(sorted(made, key=lambda fault: fault.at))
 
 
@@ -419,7 +424,7 @@ def _fault(seed: int, profile: Profile, span: float, workers: Sequence[str]) -> 
             if rng.random() < 0.3:
                 who, other = (rng.choice(workers),), ("broker",)
             elif rng.random() < 0.5:
-                who = tuple(rng.sample(workers, rng.randint(1, max(1, len(workers) // 2))))
+                who = tuple(rng.sample(workers, rng.randint(1, max(1, min(len(workers) // 2, _CUT_OFF)))))
             else:
                 pair = rng.sample(workers, 2)
                 who, other = (pair[0],), (pair[1],)

@@ -6,7 +6,6 @@ nothing may be left of it. A run depends on its scenario alone: not on time, has
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 from collections import Counter
@@ -63,6 +62,7 @@ class _Run:
         self._cluster = Cluster(scenario)
         self._ledger = self._cluster.ledger
         self._world = self._cluster.world
+        self._last_busy: Life | None = None
         if timeline is not None:
             self._ledger.listeners.append(timeline.note)
 
@@ -120,7 +120,13 @@ class _Run:
         return len(life.tasks) - (not life.over)
 
     def _busy(self) -> bool:
-        return any(self._users(life) for life in self._living())
+        # Asked at every step of the clock: who was busy then mostly still is.
+        last = self._last_busy
+        if last is not None and last.process.alive and self._users(last):
+            return True
+        lives = self._cluster.all_lives.values()
+        self._last_busy = next((life for life in lives if life.process.alive and self._users(life)), None)
+        return self._last_busy is not None
 
     # -- invariants
 
@@ -162,7 +168,7 @@ class _Run:
             if not life.over:
                 self._ledger.violation(f"{life.name}: does not close within {_CLOSE_SECONDS} s")
                 continue
-            left = sorted(task.get_name() for task in asyncio.all_tasks(life.process))
+            left = sorted(task.get_name() for task in life.process.tasks())
             if left:
                 self._ledger.violation(f"{life.name}: {len(left)} tasks are left after closing")
             if life.budget.used or life.budget.quarantined:
