@@ -202,8 +202,7 @@ class _Registration:
         self.load = record.load
         """As it was sent last."""
         self.paced = 0.0
-        """Until then what is published has the load sent last, unless `load_due`."""
-        self.load_due = True
+        """Until then what is published has the load that was sent last."""
         self.pacer: asyncio.TimerHandle | None = None
         self.urgent = asyncio.Event()
         self.waiters: dict[asyncio.Future[None], int] = {}
@@ -496,12 +495,11 @@ class Registry:
     async def _publish(self, own: _Registration) -> None:
         """One compare-and-set of the current record; raises Conflict, BrokerUnavailable."""
         sent = self._now()
-        if own.read_load is not None and (own.load_due or sent >= own.paced):
+        if own.read_load is not None and sent >= own.paced:
             load = own.read_load()
             if load != own.load:
                 own.record = msgspec.structs.replace(own.record, load=load)
                 own.load, own.paced = load, sent + self._load_period()
-            own.load_due = False
         version, record = own.version, own.record
         own.revision = await self._broker.put(own.key, encode_record(record), ttl=self._ttl, revision=own.revision)
         # From when it was sent: the lease may have begun any time since.
@@ -551,7 +549,7 @@ class Registry:
 
         def due() -> None:
             own.pacer = None
-            own.load_due = True
+            own.paced = 0.0
             own.urgent.set()
 
         if wait <= 0 or self._load_period() <= self._pause:

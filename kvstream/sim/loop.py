@@ -35,7 +35,7 @@ class Quiet(RuntimeError):
 
 
 class Livelock(RuntimeError):
-    """Callbacks keep scheduling callbacks and time stands still."""
+    """Callbacks keep scheduling callbacks and time stands still, or hardly moves."""
 
 
 class Process(asyncio.BaseEventLoop):
@@ -169,11 +169,13 @@ class Process(asyncio.BaseEventLoop):
 
 
 class World:
-    """The clock (seconds, from 0) and the queue. `steps` counts callbacks that ran."""
+    """The clock (seconds, from 0) and the queue. `steps` counts callbacks that ran; more than `max_steps` of them are a
+    Livelock."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.steps = 0
+        self.max_steps = math.inf
         self.running = False
         self.ready: deque[tuple[Process, asyncio.Handle]] = deque()
         self.processes: list[Process] = []
@@ -202,7 +204,8 @@ class World:
 
     def run(self, done: Callable[[], bool], *, until: float = math.inf) -> None:
         """Run callbacks until `done()` holds, which is asked whenever time is about to move and after `interrupt`, or
-        until the clock would pass `until`. Raises Quiet when nothing is left to run, Livelock when time stands still.
+        until the clock would pass `until`. Raises Quiet when nothing is left to run, Livelock when time stands still or
+        `max_steps` have run.
         """
         if self.running:
             raise RuntimeError("the world is running already")
@@ -231,6 +234,8 @@ class World:
                 if not self._advance(until):
                     return
                 at_once = 0
+                if self.steps > self.max_steps:
+                    raise Livelock(f"{self.steps} callbacks, and no end at {self.now} s")
                 continue
             process, handle = ready.popleft()
             if process.holds:
@@ -284,9 +289,10 @@ class World:
         for task in left:
             task.cancel()
         try:
+            self.max_steps = self.steps + _MAX_AT_ONCE
             self.run(lambda: all(task.done() for task in left), until=self.now + 60.0)
-        except Quiet:
-            pass  # what waits for ever shows below
+        except (Quiet, Livelock):
+            pass  # what waits, or runs, for ever shows below
         left = [task for process in self.processes for task in process.tasks()]
         self.ready.clear()
         self._timers.clear()

@@ -23,6 +23,9 @@ __all__ = ["Result", "run"]
 
 _CHECK_EVERY = 0.02
 """Virtual seconds between two looks into the runtimes."""
+_STEPS = 500_000
+_STEPS_EACH = 5_000
+"""Callbacks that a run may take, and more for each worker and stream: over ten times what they need."""
 _CLOSE_SECONDS = 15.0
 """A bound on leaving: the sum of the runtime's own."""
 
@@ -62,6 +65,7 @@ class _Run:
         self._cluster = Cluster(scenario)
         self._ledger = self._cluster.ledger
         self._world = self._cluster.world
+        self._world.max_steps = _STEPS + _STEPS_EACH * (len(scenario.workers) + len(scenario.streams))
         self._last_busy: Life | None = None
         if timeline is not None:
             self._ledger.listeners.append(timeline.note)
