@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 from collections.abc import AsyncIterator
@@ -59,6 +60,44 @@ def test_what_can_not_happen_is_noticed() -> None:
     loop.call_soon(again)
     with pytest.raises(Livelock):
         loop.run_until_complete(asyncio.sleep(1))
+
+
+def test_time_that_hardly_moves_is_noticed() -> None:
+    loop = process()
+    loop.world.max_steps = 10_000
+
+    def again(wait: float) -> None:
+        loop.call_later(wait, again, wait / 2)
+
+    loop.call_soon(again, 1.0)
+    with pytest.raises(Livelock, match="no end at 2"):
+        loop.run_until_complete(asyncio.sleep(3))
+
+
+def test_burying_ends_whatever_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstream.sim.loop._MAX_AT_ONCE", 10_000)
+    world = World()
+    for at_once in (True, False):
+        loop = world.process(f"at once: {at_once}")
+
+        def again(loop: Process = loop, at_once: bool = at_once) -> None:
+            if at_once:
+                loop.call_soon(again)
+            else:
+                loop.call_later(1e-12, again)
+
+        async def stubborn() -> None:
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(1)
+
+        loop.call_soon(again)
+        task = loop.create_task(stubborn())
+        with pytest.raises(Livelock):
+            world.max_steps = world.steps + 10_000
+            world.run(lambda: False)
+        assert task in world.bury()
+        world = World()
 
 
 def test_blocking_work_runs_inline_and_threads_are_refused() -> None:

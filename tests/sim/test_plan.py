@@ -26,6 +26,15 @@ def test_what_is_left_out_does_not_change_the_rest() -> None:
     assert (part.workers, part.config) == (whole.workers, whole.config)
 
 
+def test_a_larger_cluster_has_more_at_a_time_and_still_one_broker() -> None:
+    small = generate(0, workers=8, streams=80, faults="harsh")
+    large = generate(0, workers=400, streams=4000, faults="harsh")
+    assert max(stream.at for stream in large.streams) < 1.5 * max(stream.at for stream in small.streams)
+    assert len(large.faults) > 20 * len(small.faults)
+    assert sum(fault.who == () for fault in large.faults) < 20
+    assert max(len(fault.who) for fault in large.faults) == 4
+
+
 def test_schedules_come_from_toml_and_json(tmp_path: Path) -> None:
     toml, json = tmp_path / "a.toml", tmp_path / "a.json"
     toml.write_text('streams = ["s1"]\n[[faults]]\nkind = "freeze"\nat = 1\nwho = ["w1"]\nlasts = 0.5\n')

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,9 +18,13 @@ import msgspec
 import pytest
 
 from kvstream.cli.main import main
+from kvstream.discovery.broker import LeaseEvent
+from kvstream.discovery.registry import LOADS_PER_SECOND
 from kvstream.runtime.copies import Copies
 from kvstream.runtime.streams import Streams
 from kvstream.scheduler.source import Source
+from kvstream.sim.broker import SimBrokerServer
+from kvstream.sim.cluster import Cluster
 from kvstream.sim.plan import Fault, Profile, Scenario, Schedule, generate
 from kvstream.sim.run import Result, run
 from kvstream.sim.shrink import shrink
@@ -129,6 +135,68 @@ def test_a_timeline_changes_nothing_and_has_every_stream() -> None:
     assert all(isinstance(event["pid"], int) and event["ts"] >= 0 for event in events)
     began = [event["id"] for event in events if event["ph"] == "b"]
     assert len(began) == len(set(began)) > 5
+
+
+def test_a_run_that_would_never_end_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something goes on in ever smaller steps: no fault's, no stream's and no instant's bound ends that."""
+    monkeypatch.setattr("kvstream.sim.run._STEPS", 20_000)
+    monkeypatch.setattr("kvstream.sim.run._STEPS_EACH", 0)
+    scenario = generate(0, workers=2, streams=2, faults="none")
+    assert run(scenario).violations == []
+    start = Cluster.start
+
+    async def spin() -> None:
+        wait = 1.0
+        while True:
+            await asyncio.sleep(wait)
+            wait = max(wait / 2, 1e-12)
+
+    def start_and_spin(cluster: Cluster) -> None:
+        start(cluster)
+        life = cluster.lives["w0"]
+        life.process.call_soon(life.spawn, spin())
+
+    with patch.object(Cluster, "start", start_and_spin):
+        (violation,) = run(scenario).violations
+    assert "came to a stop" in violation and "no end at" in violation
+
+
+def test_the_work_for_a_worker_does_not_grow_with_the_cluster() -> None:
+    """Counts, not seconds: what is sent and what is run grow as the cluster does, and loads stay below their bound."""
+    small, large = work(75), work(150)
+    assert large.steps < 1.25 * small.steps
+    assert large.loads < LOADS_PER_SECOND
+    # A message to everybody for each change would be several times as many.
+    assert large.messages < 25
+
+
+@dataclass
+class Work:
+    messages: float
+    """With changes of leases, to one worker, per virtual second."""
+    loads: float
+    """That workers have published, per virtual second."""
+    steps: float
+    """For one worker, with its share of the streams."""
+
+
+def work(workers: int) -> Work:
+    changes: Counter[str] = Counter()
+    servers: dict[SimBrokerServer, None] = {}
+    write = SimBrokerServer._write
+
+    def counting(self: SimBrokerServer, events: tuple[LeaseEvent, ...]) -> None:
+        servers[self] = None
+        changes.update(event.reason for event in events)
+        write(self, events)
+
+    with patch.object(SimBrokerServer, "_write", counting):
+        result = run(generate(1, workers=workers, streams=4 * workers, faults="harsh"))
+    assert result.violations == []
+    assert result.ends["done"] > 2 * workers
+    (server,) = servers
+    per_second = 1 / result.virtual_s
+    return Work(server.told / workers * per_second, changes["put"] * per_second, result.steps / workers)
 
 
 def failing_with(needed: Callable[[Scenario], bool]) -> Callable[[Scenario], Result]:
