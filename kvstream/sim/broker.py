@@ -88,8 +88,9 @@ class SimBrokerServer:
         """Made when it is asked for, and the same until the table changes."""
         self._revision = 0
         self._sessions: dict[_Session, None] = {}
-        self._served: dict[str, dict[_Session, int]] = {}
-        """Who serves what, by subject (wildcards too): session and its number for it, in order of arrival."""
+        self._served: dict[str, dict[tuple[_Session, int], None]] = {}
+        self._wildcards: dict[str, dict[tuple[_Session, int], None]] = {}
+        """Who serves what, by subject, or by pattern: sessions and their numbers for it, in order of arrival."""
         self._round: list[LeaseEvent] = []
         self.told = 0
         """Messages with changes of leases that were sent."""
@@ -105,6 +106,7 @@ class SimBrokerServer:
                 held.timer = None
         sessions, self._sessions = self._sessions, {}
         self._served.clear()
+        self._wildcards.clear()
         self._round.clear()
         for session in sessions:
             self._hang_up(session)
@@ -185,16 +187,20 @@ class SimBrokerServer:
 
     def _serve(self, session: _Session, number: int, subject: str) -> None:
         session.subjects[number] = subject
-        self._served.setdefault(subject, {})[session] = number
+        self._table_of(subject).setdefault(subject, {})[session, number] = None
 
     def _unserve(self, session: _Session, number: int) -> None:
         subject = session.subjects.pop(number, None)
-        serving = self._served.get(subject) if subject is not None else None
-        if subject is None or serving is None or serving.get(session) != number:
+        if subject is None:
             return
-        del serving[session]
+        table = self._table_of(subject)
+        serving = table.get(subject, {})
+        serving.pop((session, number), None)
         if not serving:
-            del self._served[subject]
+            table.pop(subject, None)
+
+    def _table_of(self, subject: str) -> dict[str, dict[tuple[_Session, int], None]]:
+        return self._wildcards if "*" in subject or ">" in subject else self._served
 
     def put(self, key: str, value: bytes, ttl: float, revision: int, operation: int, session: _Session) -> None:
         held = self._leases.get(key)
@@ -236,19 +242,13 @@ class SimBrokerServer:
         self._answer(session, operation, 0)
 
     def ask(self, subject: str, data: bytes, operation: int, session: _Session) -> None:
-        found = self._served.get(subject) or next(
-            (
-                serving
-                for pattern, serving in self._served.items()
-                if "*" in pattern or ">" in pattern
-                if _matches(pattern, subject)
-            ),
-            None,
-        )
-        if not found:
+        found = self._served.get(subject)
+        if found is None:
+            found = next((them for pattern, them in self._wildcards.items() if _matches(pattern, subject)), None)
+        if found is None:
             self._answer(session, operation, NobodyServes(f"nobody serves {subject}"))
             return
-        serving, number = next(iter(found.items()))
+        serving, number = next(iter(found))
         asked = partial(serving.client.asked, serving, number, subject, data, session, operation)
         serving.down.put(partial(serving.client.deliver, asked))
 

@@ -10,7 +10,7 @@ import pytest
 from broker_suite import BrokerSuite
 from registry_suite import RegistrySuite
 
-from kvstream.discovery.broker import Broker, LeaseEvent
+from kvstream.discovery.broker import Broker, LeaseEvent, NobodyServes
 from kvstream.sim.broker import SimBroker, SimBrokerServer
 from kvstream.sim.loop import Process
 from kvstream.sim.network import Network
@@ -82,3 +82,20 @@ async def test_a_server_with_many_sessions_gathers_what_changes() -> None:
     assert cluster.server.told - told == 81
     for broker in brokers:
         await broker.aclose()
+
+
+@pytest.mark.parametrize("subject", ["kvstream.w.a.0.ping", "kvstream.w.*.0.ping", "kvstream.>"])
+async def test_who_serves_a_subject_twice_and_ends_one_serves_it_still(subject: str) -> None:
+    cluster = SimCluster(0)
+    broker = await cluster.connect()
+
+    async def answer(_: str, data: bytes) -> bytes:
+        return data
+
+    services = [await broker.serve(subject, answer) for _ in range(2)]
+    for service in services:
+        assert await broker.request("kvstream.w.a.0.ping", b"x", timeout=1) == b"x"
+        await service.aclose()
+    with pytest.raises(NobodyServes):
+        await broker.request("kvstream.w.a.0.ping", b"x", timeout=1)
+    await broker.aclose()
