@@ -292,6 +292,27 @@ async def test_default_policy_takes_the_least_loaded_decode_worker(cluster: Clus
         await rx.done()
 
 
+async def test_others_see_the_load_of_a_worker(cluster: Cluster) -> None:
+    """And not only by renewals, which are 20 s apart here."""
+    config = RuntimeConfig(lease_ttl=60)
+    source = await cluster.worker("prefill-0", roles=("prefill",), config=config)
+    destination = await cluster.worker("decode-0")
+
+    async def until(streams: int) -> None:
+        async with asyncio.timeout(5), destination.registry.watch() as changes:
+            async for _ in changes:
+                record = destination.registry.lookup("prefill-0")
+                if record is not None and record.load.streams == streams:
+                    return
+
+    async with destination.receive("req-1", blocks=DESTINATION, tokens=TOKENS) as rx:
+        async with source.send("req-1", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            await until(1)
+            await prefill(tx)
+        await rx.done()
+    await until(0)
+
+
 async def test_default_policy_without_a_fitting_worker(cluster: Cluster) -> None:
     source = await cluster.worker("prefill-0", roles=("prefill",), config=RuntimeConfig(connect_timeout=0.1))
     with pytest.raises(Refused, match="found no worker of rank 0"):
