@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
+import re
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -70,6 +71,10 @@ LEAVE_SECONDS = 0.25
 MARKER_SECONDS = 2
 """How long the table remembers that a key expired; long enough for a watcher that is behind."""
 
+ERROR_BYTES = 1024
+"""What is sent of an error's text."""
+
+_SEQUENCE = re.compile("[0-9]{1,19}")
 _WRONG_REVISION = (10071, 10164)
 _STREAM_NOT_FOUND = 10059
 _STREAM_EXISTS = 10058
@@ -129,17 +134,26 @@ class _GetReply(msgspec.Struct):
 
 
 class _Client(Client):
-    """nats-py's client, which must not send credentials over a connection that should be encrypted and is not."""
+    """nats-py's client, which must not send credentials over a connection that should be encrypted and is not, and must
+    not end with a message that it can't parse."""
 
-    def __init__(self, require_tls: bool) -> None:
+    def __init__(self, require_tls: bool, on_garbage: Callable[[], None]) -> None:
         super().__init__()
         self._require_tls = require_tls
+        self._on_garbage = on_garbage
 
     def _connect_command(self) -> bytes:
         # nats-py encrypts when the *server* says so, whatever the URL says.
         if self._require_tls and not self._server_info.get("tls_required"):
             raise nats.errors.SecureConnWantedError
         return super()._connect_command()
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        # The server passes on header blocks and subjects of any bytes; what nats-py raises at them ends its read loop.
+        try:
+            await super()._process_msg(sid, subject, reply, data, headers)
+        except (IndexError, UnicodeDecodeError):
+            self._on_garbage()
 
     def on_read_loop_end(self, callback: Callable[[], None]) -> None:
         """Call back when nothing reads this connection any more: closed, or the connected zombie."""
@@ -162,11 +176,13 @@ class _Pending(msgspec.Struct):
 class _Link:
     """One connection. `lost` gets its reason once; after that no callback runs and every request has ended."""
 
-    def __init__(self, target: NatsTarget, name: str, on_slow: Callable[[], None]) -> None:
+    def __init__(
+        self, target: NatsTarget, name: str, *, on_slow: Callable[[], None], on_garbage: Callable[[], None]
+    ) -> None:
         self._target = target
         self._name = name
         self._on_slow = on_slow
-        self._client = _Client(target.tls)
+        self._client = _Client(target.tls, on_garbage)
         self._pending: dict[str, _Pending] = {}
         self._count = 0
         self._inbox = ""
@@ -245,14 +261,23 @@ class _Link:
         """Send a message. Raises BrokerUnavailable when the connection is lost."""
         if self.lost.done():
             raise BrokerUnavailable(f"the connection to NATS is lost: {self.lost.result()}")
+        self._check_size(subject, data, headers)
         try:
             await self._client.publish(subject, data, reply=reply, headers=headers)
         except nats.errors.BadSubjectError:
             raise ConfigError("subject", f"{subject!r} is not a NATS subject") from None
-        except nats.errors.MaxPayloadError:
-            raise ConfigError("data", f"{len(data)} bytes for {subject} are more than the NATS server takes") from None
         except (nats.errors.Error, OSError) as error:
             raise BrokerUnavailable(f"can't send to NATS: {error}") from error
+
+    def _check_size(self, subject: str, data: bytes, headers: dict[str, str] | None) -> None:
+        """The server ends the connection of who sends too much. It counts headers too, as nats-py does not."""
+        block = 12 + sum(len(name) + len(value.encode()) + 4 for name, value in headers.items()) if headers else 0
+        if len(data) + block > self._client.max_payload:
+            raise ConfigError(
+                "data",
+                f"{len(data)} bytes, and {block} of headers, for {subject} are more than the "
+                f"{self._client.max_payload} that the NATS server takes; send less, or raise its max_payload",
+            )
 
     async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> Subscription:
         """Deliver messages on `subject` to `callback`, in order, one at a time."""
@@ -361,19 +386,27 @@ class _NatsService(Service):
 
     async def _on_request(self, message: Msg) -> None:
         link = self._link
-        if link is None or not message.reply:
+        if link is None:
+            return
+        if not message.reply:
+            self._broker.count_garbage()
             return
 
         async def answer(reply: Reply) -> None:
-            # The requester's deadline covers an answer that is lost with the connection.
-            with suppress(BrokerUnavailable):
-                if reply.error is None:
-                    await link.publish(message.reply, reply.data)
-                    return
-                headers = {_ERROR_HEADER: reply.error.code}
-                if isinstance(reply.error, Refused) and reply.error.retry_after is not None:
-                    headers[_RETRY_HEADER] = repr(reply.error.retry_after)
-                await link.publish(message.reply, str(reply.error).encode(), headers=headers)
+            # The requester's deadline covers an answer that is lost with the connection. ConfigError: the subject for
+            # the answer is none.
+            with suppress(BrokerUnavailable, ConfigError):
+                error = reply.error
+                if error is None:
+                    try:
+                        await link.publish(message.reply, reply.data)
+                        return
+                    except ConfigError as unfit:
+                        error = KVStreamError(f"{message.subject}: its answer can't be sent: {unfit}")
+                headers = {_ERROR_HEADER: error.code}
+                if isinstance(error, Refused) and error.retry_after is not None:
+                    headers[_RETRY_HEADER] = repr(error.retry_after)
+                await link.publish(message.reply, str(error).encode()[:ERROR_BYTES], headers=headers)
 
         self._responder.start(message.subject, message.data, answer)
 
@@ -445,7 +478,9 @@ class _Watch:
 
     async def _on_event(self, message: Msg) -> None:
         event = _event(self._prefix, message)
-        if event is not None:
+        if event is None:
+            self._broker.count_garbage()
+        else:
             self.view.apply(event)
 
     async def _read(self, link: _Link) -> dict[str, Lease]:
@@ -479,6 +514,7 @@ class _Watch:
                     if status is None:
                         event = _event(self._prefix, message)
                         if event is None:
+                            self._broker.count_garbage()
                             continue
                         seen = event.revision
                         if event.value is not None:
@@ -545,6 +581,8 @@ class NatsBroker(Broker):
         self._watches: dict[_Watch, None] = {}
         self._services: dict[_NatsService, None] = {}
         self._closed = False
+        self.garbage = 0
+        """Messages on the subjects that are listened to here that were not what belongs there; dropped."""
 
     @classmethod
     async def connect(cls, target: NatsTarget, *, rng: Random, **options: Any) -> NatsBroker:
@@ -607,6 +645,8 @@ class NatsBroker(Broker):
             retry_after = float(headers[_RETRY_HEADER])
         except (KeyError, ValueError):
             retry_after = None
+        else:
+            retry_after = retry_after if 0 <= retry_after < math.inf else None
         raise from_code(code, message.data.decode(errors="replace"), retry_after=retry_after)
 
     async def serve(self, subject: str, handler: Handler) -> Service:
@@ -655,6 +695,11 @@ class NatsBroker(Broker):
 
     def jitter(self, low: float, high: float) -> float:
         return self._rng.uniform(low, high)
+
+    def count_garbage(self) -> None:
+        self.garbage += 1
+        if self.garbage & (self.garbage - 1) == 0:  # not once for each: it may be a flood
+            _log.warning("nats: dropped a message that is none of ours", dropped=self.garbage)
 
     def forget_service(self, service: _NatsService) -> None:
         self._services.pop(service, None)
@@ -715,7 +760,7 @@ class NatsBroker(Broker):
         return self._link
 
     async def _open(self) -> _Link:
-        link = _Link(self._target, self._name, self._all_stale)
+        link = _Link(self._target, self._name, on_slow=self._all_stale, on_garbage=self.count_garbage)
         await link.open(self._connect_timeout)
         try:
             async with asyncio.timeout(self._connect_timeout):
@@ -885,9 +930,13 @@ def _event(prefix: str, message: Msg) -> LeaseEvent | None:
     """The change that a republished or stored message stands for; None for anything else that comes that way."""
     headers = message.headers or {}
     subject, sequence = headers.get("Nats-Subject", ""), headers.get("Nats-Sequence", "")
-    if not subject.startswith(prefix) or not sequence.isdigit():
+    if not subject.startswith(prefix) or not _SEQUENCE.fullmatch(sequence):
         return None
     key, revision = subject[len(prefix) :], int(sequence)
+    try:
+        check_lease(key, message.data, 1.0)
+    except ConfigError:
+        return None
     reason: Reason = "put"
     if "Nats-Marker-Reason" in headers:
         reason = "expired"

@@ -575,7 +575,8 @@ class Registry:
             return
         if event.value is not None:
             self.garbage += 1
-            _log.warning("a value in the lease table is no worker record", key=event.key)
+            if self.garbage & (self.garbage - 1) == 0:  # not once for each: it may be a flood
+                _log.warning("a value in the lease table is no worker record", key=event.key, so_far=self.garbage)
         entry = self._table.get(worker)
         if entry is None:
             return
