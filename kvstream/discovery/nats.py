@@ -66,6 +66,9 @@ RESYNC_SECONDS = 30.0
 """Republished messages come at most once, so even an undisturbed watch compares afresh this often."""
 RECONNECT_SECONDS = 1.0
 """Longest pause between two tries to reconnect: well below a worker's lease, so that all are back within one."""
+SILENCE = 1.5
+"""A server that lives is silent for one probe's time and that of its answer; after more than this many it was away, and
+its clients may have left it. Less than the probe and the time-out after which they do."""
 LEAVE_SECONDS = 0.25
 """How long the end of a service waits until the server knows, and the end of a connection until all is written."""
 MARKER_SECONDS = 2
@@ -177,19 +180,29 @@ class _Link:
     """One connection. `lost` gets its reason once; after that no callback runs and every request has ended."""
 
     def __init__(
-        self, target: NatsTarget, name: str, *, on_slow: Callable[[], None], on_garbage: Callable[[], None]
+        self,
+        target: NatsTarget,
+        name: str,
+        *,
+        probe: float,
+        on_slow: Callable[[], None],
+        on_garbage: Callable[[], None],
+        on_silence: Callable[[], None],
     ) -> None:
         self._target = target
         self._name = name
         self._on_slow = on_slow
+        self._on_silence = on_silence
+        self._silence = SILENCE * probe
         self._client = _Client(target.tls, on_garbage)
         self._pending: dict[str, _Pending] = {}
         self._count = 0
         self._inbox = ""
         self._last_error = ""
-        self.heard = 0
-        """Messages received so far: as long as it grows, the connection lives."""
-        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.heard = self._loop.time()
+        """When the last message came."""
+        self.lost: asyncio.Future[str] = self._loop.create_future()
 
     async def open(self, timeout: float) -> None:
         """Connect and log in within `timeout` seconds. Raises ConfigError or BrokerUnavailable."""
@@ -284,7 +297,7 @@ class _Link:
 
         async def deliver(message: Msg) -> None:
             if not self.lost.done():
-                self.heard += 1
+                self._hear()
                 await callback(message)
 
         try:
@@ -324,6 +337,7 @@ class _Link:
             return True
         except (TimeoutError, BrokerUnavailable):
             return False
+        self._hear()
         return True
 
     async def abandon(self) -> None:
@@ -335,6 +349,12 @@ class _Link:
                     await self._client.close()
         finally:
             self._client.abort()
+
+    def _hear(self) -> None:
+        now = self._loop.time()
+        if now - self.heard > self._silence:
+            self._on_silence()
+        self.heard = now
 
     def _lose(self, reason: str) -> None:
         if self.lost.done():
@@ -540,8 +560,9 @@ class NatsBroker(Broker):
     """The broker contract on a NATS server (2.11 or newer, with JetStream).
 
     `storage` and `replicas` are used when the bucket does not exist yet; an existing one is taken as it is if it can
-    serve. `timeout` (seconds) bounds each operation; a server that is silent for about `probe` + `timeout` seconds
-    counts as lost. `rng` spreads reconnects of many workers. `refresh` finds the server again where it moved.
+    serve. `timeout` (seconds) bounds each operation; a server that is silent for `probe` seconds is asked something,
+    and one that does not answer counts as lost. `rng` spreads reconnects of many workers. `refresh` finds the server
+    again where it moved.
     """
 
     def __init__(
@@ -556,7 +577,7 @@ class NatsBroker(Broker):
         name: str = "kvstream",
         connect_timeout: float = 1.5,
         timeout: float = 2.0,
-        probe: float = 2.0,
+        probe: float = 1.0,
     ) -> None:
         super().__init__()
         check_lease(bucket, b"", 1.0)
@@ -760,7 +781,14 @@ class NatsBroker(Broker):
         return self._link
 
     async def _open(self) -> _Link:
-        link = _Link(self._target, self._name, on_slow=self._all_stale, on_garbage=self.count_garbage)
+        link = _Link(
+            self._target,
+            self._name,
+            probe=self._probe,
+            on_slow=self._all_stale,
+            on_garbage=self.count_garbage,
+            on_silence=self._interrupted,
+        )
         await link.open(self._connect_timeout)
         try:
             async with asyncio.timeout(self._connect_timeout):
@@ -804,13 +832,14 @@ class NatsBroker(Broker):
 
     async def _hold(self, link: _Link) -> str:
         """Wait until the connection is lost, or is silent and does not answer; why."""
-        while True:
-            heard = link.heard
-            done, _ = await asyncio.wait({link.lost}, timeout=self._probe)
-            if done:
-                return link.lost.result()
-            if link.heard == heard and not await link.answers(self.probe_subject, self.timeout):
+        loop = asyncio.get_running_loop()
+        while not link.lost.done():
+            wait = link.heard + self._probe - loop.time()
+            if wait > 0:
+                await asyncio.wait({link.lost}, timeout=wait)
+            elif not await link.answers(self.probe_subject, self.timeout):
                 return link.lost.result() if link.lost.done() else "the server does not answer"
+        return link.lost.result()
 
     async def _reopen(self) -> _Link:
         pause = 0.05

@@ -415,6 +415,33 @@ async def test_a_frozen_broker_loses_nobody(server: EmbeddedServer, options: dic
         assert all(worker.registered for worker in workers)
 
 
+@timed
+async def test_a_freeze_that_ends_before_it_is_noticed_counts_as_a_break(server: EmbeddedServer) -> None:
+    """Others may have noticed it, and may not be back yet."""
+    async with await connect(server, probe=0.2, timeout=60.0) as broker:
+        loop = asyncio.get_running_loop()
+        losses: list[bool] = []
+        broker.on_connection(losses.append)
+        before = broker.steady_since
+        for _ in range(3):
+            heard = broker._link.heard  # type: ignore[union-attr]
+            async with asyncio.timeout(20):
+                while broker._link.heard == heard:  # type: ignore[union-attr]
+                    await asyncio.sleep(0.01)
+        quiet = broker.steady_since
+        server.pause()
+        await asyncio.sleep(0.6)
+        server.resume()
+        resumed = loop.time()
+        async with asyncio.timeout(20):
+            while broker.steady_since == quiet:
+                await asyncio.sleep(0.01)
+        assert resumed - 0.01 <= broker.steady_since <= loop.time()
+        assert losses == []
+        if quiet != before:
+            raise Late("an answer: the silence was taken for a break")
+
+
 async def test_file_storage_keeps_leases_over_a_restart(server: EmbeddedServer) -> None:
     async with await connect(server, storage="file") as broker, broker.watch() as events:
         assert isinstance(await anext(events), Synced)
@@ -430,14 +457,14 @@ async def test_file_storage_keeps_leases_over_a_restart(server: EmbeddedServer) 
 
 async def test_more_leases_than_one_request_may_ask_for(server: EmbeddedServer) -> None:
     async with await connect(server) as broker:
-        for start in range(0, 1300, 100):
+        for start in range(0, 1500, 100):
             await asyncio.gather(
                 *(broker.put(f"t.{i}", b"%d" % i, ttl=60, revision=0) for i in range(start, start + 100))
             )
         async with asyncio.timeout(30), broker.watch() as events:
-            seen = [await anext(events) for _ in range(1301)]
+            seen = [await anext(events) for _ in range(1501)]
         assert isinstance(seen[-1], Synced)
-        assert {event.value for event in seen[:-1] if isinstance(event, LeaseEvent)} == {b"%d" % i for i in range(1300)}
+        assert {event.value for event in seen[:-1] if isinstance(event, LeaseEvent)} == {b"%d" % i for i in range(1500)}
 
 
 def test_under_uvloop(environ: dict[str, str]) -> None:
