@@ -8,7 +8,8 @@ decide. Nothing here calls `flush` or `rtt`: a cancelled one is what makes the z
 
 Watching goes by the bucket's republish subject, with a snapshot by direct get. The snapshot is read in
 pages by sequence, since a `multi_last` request is refused beyond 1024 keys; with a history of one message per key both
-say the same.
+say the same. In a cluster any replica answers, also one that is behind: there the snapshot has to reach what the leader
+had when it was asked for.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ RECONNECT_SECONDS = 1.0
 SILENCE = 1.5
 """A server that lives is silent for one probe's time and that of its answer; after more than this many it was away, and
 its clients may have left it. Less than the probe and the time-out after which they do."""
+CLUSTER_REPLICAS = 3
+"""Copies of the lease table in a cluster: one server may be lost."""
 LEAVE_SECONDS = 0.25
 """How long the end of a service waits until the server knows, and the end of a connection until all is written."""
 MARKER_SECONDS = 2
@@ -79,6 +82,7 @@ ERROR_BYTES = 1024
 
 _SEQUENCE = re.compile("[0-9]{1,19}")
 _WRONG_REVISION = (10071, 10164)
+_TOO_FEW_SERVERS = (10005, 10074)
 _STREAM_NOT_FOUND = 10059
 _STREAM_EXISTS = 10058
 _ERROR_HEADER = "Kvstream-Error"
@@ -213,10 +217,10 @@ class _Link:
             "error_cb": self._on_error,
             "closed_cb": self._on_closed,
             "allow_reconnect": False,
-            # Each server is tried at most twice, without a pause.
+            # Each server is tried at most twice, without a pause; one that is frozen leaves time for the others.
             "max_reconnect_attempts": 1,
             "reconnect_time_wait": 0,
-            "connect_timeout": timeout,
+            "connect_timeout": timeout / len(target.urls),
             "inbox_prefix": target.inbox_prefix,
             "user": target.user or None,
             "password": target.password or None,
@@ -324,6 +328,11 @@ class _Link:
         if isinstance(answer, KVStreamError):
             raise answer
         return answer
+
+    @property
+    def clustered(self) -> bool:
+        """Whether the server is one of a cluster."""
+        return bool(self._client._server_info.get("cluster"))  # pyright: ignore[reportPrivateUsage] - no public name
 
     def new_inbox(self) -> str:
         """A subject for answers that nobody else uses."""
@@ -505,12 +514,15 @@ class _Watch:
 
     async def _read(self, link: _Link) -> dict[str, Lease]:
         leases: dict[str, Lease] = {}
-        start = 1
-        while True:
-            seen, more = await self._read_page(link, start, leases)
-            if not more or not seen:
-                return leases
-            start = seen + 1
+        due = await self._broker.last_revision(link) if self._broker.replicated else 0
+        seen, more = 0, True
+        while more:
+            last, more = await self._read_page(link, seen + 1, leases)
+            seen = max(seen, last)
+        if seen < due:
+            # What is due may have gone meanwhile, without a trace; then the next try asks for less.
+            raise BrokerUnavailable(f"a replica is behind: it has {seen} of {due}")
+        return leases
 
     async def _read_page(self, link: _Link, start: int, leases: dict[str, Lease]) -> tuple[int, bool]:
         """Add one page; the last sequence in it, and whether there is more."""
@@ -546,7 +558,8 @@ class _Watch:
                     elif status == "404":
                         return seen, False
                     elif status == "503":
-                        await self._broker.make_bucket(link)
+                        if not await self._broker.make_bucket(link):
+                            raise BrokerUnavailable("no server that holds the bucket answers")
                         return 0, False
                     else:
                         raise BrokerUnavailable(f"direct get answers {status} {headers.get('Description', '')}")
@@ -560,9 +573,9 @@ class NatsBroker(Broker):
     """The broker contract on a NATS server (2.11 or newer, with JetStream).
 
     `storage` and `replicas` are used when the bucket does not exist yet; an existing one is taken as it is if it can
-    serve. `timeout` (seconds) bounds each operation; a server that is silent for `probe` seconds is asked something,
-    and one that does not answer counts as lost. `rng` spreads reconnects of many workers. `refresh` finds the server
-    again where it moved.
+    serve. `replicas` None: what the target says, else three in a cluster, and one on a single server. `timeout`
+    (seconds) bounds each operation; a server that is silent for `probe` seconds is asked something, and one that does
+    not answer counts as lost. `rng` spreads reconnects of many workers. `refresh` finds a server again that moved.
     """
 
     def __init__(
@@ -573,7 +586,7 @@ class NatsBroker(Broker):
         refresh: Refresh = refresh_target,
         bucket: str = "kvstream",
         storage: Storage = "memory",
-        replicas: int = 1,
+        replicas: int | None = None,
         name: str = "kvstream",
         connect_timeout: float = 1.5,
         timeout: float = 2.0,
@@ -588,7 +601,9 @@ class NatsBroker(Broker):
         self._rng = rng
         self._bucket = bucket
         self._storage: Storage = storage
-        self._replicas = replicas
+        self._replicas = replicas or target.replicas or None
+        self.replicated = False
+        """Whether the bucket has replicas, of which one may be behind."""
         self._name = name
         self._connect_timeout = connect_timeout
         self._probe = probe
@@ -730,8 +745,19 @@ class NatsBroker(Broker):
             await self._up.wait()
         return self._link
 
-    async def make_bucket(self, link: _Link) -> None:
-        """Make the bucket, or check the one that is there. Raises ConfigError where it can't serve."""
+    async def last_revision(self, link: _Link) -> int:
+        """The newest message in the bucket, markers too, asked of its leader; 0 for none."""
+        query = msgspec.json.encode({"last_by_subj": f"{self._prefix}>"})
+        reply = await self._api(link, f"$JS.API.STREAM.MSG.GET.{self._stream}", query, _GetReply)
+        if reply.error is not None and reply.error.code != 404:
+            raise BrokerUnavailable(f"bucket {self._bucket!r}: {reply.error.description}")
+        return reply.message.seq if reply.message is not None else 0
+
+    async def make_bucket(self, link: _Link) -> bool:
+        """Make the bucket, or check the one that is there; whether it was made. Raises ConfigError where it can't
+        serve."""
+        made = False
+        wanted = self._replicas or (CLUSTER_REPLICAS if link.clustered else 1)
         info = f"$JS.API.STREAM.INFO.{self._stream}"
         reply = await self._api(link, info, b"", _StreamReply)
         if reply.error is not None and reply.error.err_code == _STREAM_NOT_FOUND:
@@ -739,7 +765,7 @@ class NatsBroker(Broker):
                 name=self._stream,
                 subjects=[f"{self._prefix}>"],
                 storage=self._storage,
-                num_replicas=self._replicas,
+                num_replicas=wanted,
                 allow_rollup_hdrs=True,
                 deny_delete=True,
                 allow_direct=True,
@@ -749,11 +775,15 @@ class NatsBroker(Broker):
             )
             create = f"$JS.API.STREAM.CREATE.{self._stream}"
             reply = await self._api(link, create, msgspec.json.encode(config), _StreamReply)
+            made = reply.error is None
             if reply.error is not None and reply.error.err_code == _STREAM_EXISTS:
                 # Another worker was first, with other options.
                 reply = await self._api(link, info, b"", _StreamReply)
         if reply.error is not None:
-            raise BrokerUnavailable(f"bucket {self._bucket!r}: {reply.error.description}")
+            text = f"bucket {self._bucket!r}: {reply.error.description}"
+            if reply.error.err_code in _TOO_FEW_SERVERS:
+                text += f" ({wanted} copies need as many servers; start them, or set KVSTREAM_NATS_REPLICAS to less)"
+            raise BrokerUnavailable(text)
         found = reply.config or _StreamConfig()
         events = found.republish.dest if found.republish is not None else ""
         checks = {
@@ -768,6 +798,10 @@ class NatsBroker(Broker):
             raise ConfigError(
                 "bucket", f"NATS bucket {self._bucket!r} lacks {', '.join(wrong)}; delete it or name another"
             )
+        self.replicated = found.num_replicas > 1
+        if found.num_replicas < wanted:
+            _log.warning("nats: the bucket has fewer copies than it should", copies=found.num_replicas, wanted=wanted)
+        return made
 
     # -- connection
 
@@ -905,7 +939,8 @@ class NatsBroker(Broker):
         was not there: then it has been made."""
         message = await link.request(f"{self._prefix}{key}", value, headers=headers, timeout=self.timeout)
         if (message.headers or {}).get("Status") == "503":
-            await self.make_bucket(link)
+            if not await self.make_bucket(link):
+                raise BrokerUnavailable(f"lease {key}: the bucket has no leader at the moment, or was made just now")
             return None
         ack = _decode(message.data, _PubAck)
         if ack.error is not None and ack.error.err_code not in _WRONG_REVISION:
