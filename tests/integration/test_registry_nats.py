@@ -243,7 +243,10 @@ async def test_a_frozen_connection_is_replaced(server: EmbeddedServer, full: boo
         url = server.url.replace(str(server.port), str(proxy.port))
         async with await connect(server, url=url, probe=0.2, timeout=0.3) as broker, broker.watch() as events:
             assert isinstance(await anext(events), Synced)
-            old: Any = broker._link._client._transport  # type: ignore[union-attr]
+            client: Any = broker._link._client  # type: ignore[union-attr]
+            old = client._transport
+            tasks = [client._reading_task, client._flusher_task, client._ping_interval_task]
+            tasks += [subscription._wait_for_msgs_task for subscription in client._subs.values()]
             proxy.freeze()
             replaced = asyncio.ensure_future(down_and_up(broker))
             if full:
@@ -256,6 +259,36 @@ async def test_a_frozen_connection_is_replaced(server: EmbeddedServer, full: boo
                 raise Late("an answer: the next connection was replaced too")
             # The old socket is not left to a peer that takes nothing any more.
             assert old._io_writer.transport.get_extra_info("socket").fileno() == -1
+            _, running = await asyncio.wait(tasks, timeout=20)
+            assert not running, "nats-py's tasks are left behind"
+
+
+async def test_an_answer_behind_many_messages_is_no_loss(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that is busy with news gets to the answer late; as long as anything comes, the server lives."""
+    async with await connect(server, probe=0.05) as broker:
+        link = broker._link
+        assert link is not None
+        unanswered = 0
+        flowing = True
+
+        async def answers(_subject: str, _timeout: float) -> bool:
+            nonlocal unanswered
+            if flowing:
+                await link.request("t.nobody", b"", timeout=10)
+            unanswered += 1
+            return False
+
+        monkeypatch.setattr(link, "answers", answers)
+        async with asyncio.timeout(20):
+            while unanswered < 5:
+                await asyncio.sleep(0.01)
+            assert broker._link is link
+            replaced = asyncio.ensure_future(down_and_up(broker))
+            flowing = False
+            await replaced
+        assert broker._link is not link
 
 
 async def test_a_cut_connection_is_replaced_at_once(server: EmbeddedServer) -> None:
