@@ -34,10 +34,11 @@ from kvstream.discovery import (
     EmbeddedServer,
     Joined,
     Load,
+    NatsBroker,
     Registry,
     Synced,
     WorkerRecord,
-    connect_broker,
+    resolve_target,
 )
 from kvstream.discovery.records import encode_record, lease_key
 from kvstream.errors import BrokerUnavailable
@@ -154,15 +155,33 @@ def _fleet_process(*arguments: Any) -> None:
 async def _run_fleet(pipe: Connection, *_: int) -> None:
     url = await asyncio.to_thread(pipe.recv)
     async with AsyncExitStack() as stack:
-        brokers = [
-            await stack.enter_async_context(await connect_broker(url, rng=random.Random(number)))
-            for number in range(CONNECTIONS)
-        ]
-        fleet = _Fleet(brokers)
+        fleet = _Fleet([await stack.enter_async_context(await _connect(url, number)) for number in range(CONNECTIONS)])
         while command := await asyncio.to_thread(pipe.recv):
-            work = fleet.join(command[0]) if len(command) == 1 else fleet.newcomers(*command)
-            pipe.send(msgspec.to_builtins(await work))
+            match command:
+                case ("join", count):
+                    pipe.send(msgspec.to_builtins(await fleet.join(count)))
+                case ("newcomers", count, seconds):
+                    pipe.send(msgspec.to_builtins(await fleet.newcomers(count, seconds)))
+                case _:
+                    pipe.send(statistics.median([await _snapshot(url) for _ in range(SNAPSHOTS)]))
         await fleet.close()
+
+
+async def _connect(url: str, number: int) -> NatsBroker:
+    # Patient: twenty registries in a process keep its loop busy.
+    return await NatsBroker.connect(
+        await resolve_target(url), rng=random.Random(number), connect_timeout=20.0, timeout=20.0
+    )
+
+
+async def _snapshot(url: str) -> float:
+    """Seconds from the begin of a watch, on a connection that stands, to its Synced."""
+    async with await _connect(url, 0) as broker:
+        start = time.monotonic()
+        async with broker.watch() as events:
+            while not isinstance(await anext(events), Synced):
+                pass
+        return time.monotonic() - start
 
 
 # ---------------------------------------------------------------------- the watchers
@@ -199,19 +218,20 @@ async def _run_watchers(
     async with EmbeddedServer() as server, AsyncExitStack() as stack, asyncio.timeout(TIMEOUT):
         pipe.send(server.url)
         following = [await _follow(stack, server.url, number) for number in range(watchers)]
-        joined = await _ask(pipe, workers)
+        joined = await _ask(pipe, "join", workers)
         for watcher in following:
             await watcher.until(workers)
         # What the burst leaves behind is no part of what follows.
         await asyncio.sleep(TTL / 3)
         assert server.pid is not None
         start, own, its = time.monotonic(), cpu_seconds(), _cpu_of(server.pid)
-        later = await _ask(pipe, newcomers, steady)
+        later = await _ask(pipe, "newcomers", newcomers, steady)
         for watcher in following:
             await watcher.until(workers + newcomers)
         took = time.monotonic() - start
         own, its = cpu_seconds() - own, _cpu_of(server.pid) - its
-        snapshot = statistics.median([await _snapshot(server.url) for _ in range(SNAPSHOTS)])
+        pipe.send(("snapshot",))
+        snapshot = await asyncio.to_thread(pipe.recv)
         pipe.send(None)
         burst, seen = (
             [watcher.seen[name] - put for watcher in following for name, put in sent.times.items()]
@@ -234,8 +254,10 @@ async def _run_watchers(
 
 
 async def _follow(stack: AsyncExitStack, url: str, number: int) -> _Watcher:
-    broker = await stack.enter_async_context(await connect_broker(url, rng=random.Random(number)))
-    registry = await stack.enter_async_context(Registry(broker, rng=random.Random(number), ttl=TTL))
+    broker = await stack.enter_async_context(await _connect(url, number))
+    registry = Registry(broker, rng=random.Random(number), ttl=TTL)
+    await registry.start(timeout=20.0)
+    stack.push_async_callback(registry.aclose)
     watcher = _Watcher(registry)
     task = asyncio.create_task(watcher.follow())
     stack.push_async_callback(_end, task)
@@ -247,19 +269,9 @@ async def _end(task: asyncio.Task[None]) -> None:
     await asyncio.wait({task})
 
 
-async def _ask(pipe: Connection, *command: float) -> _Sent:
+async def _ask(pipe: Connection, *command: object) -> _Sent:
     pipe.send(command)
     return msgspec.convert(await asyncio.to_thread(pipe.recv), _Sent)
-
-
-async def _snapshot(url: str) -> float:
-    """Seconds from the begin of a watch, on a connection that stands, to its Synced."""
-    async with await connect_broker(url, rng=random.Random(0)) as broker:
-        start = time.monotonic()
-        async with broker.watch() as events:
-            while not isinstance(await anext(events), Synced):
-                pass
-        return time.monotonic() - start
 
 
 def _cpu_of(pid: int) -> float:
