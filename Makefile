@@ -25,7 +25,7 @@ sim: $(VENV)/.dev
 
 # The peers that kvstream is measured against; a column whose peer is not installed stays empty.
 bench: $(VENV)/.bench
-	for name in transfer overlap lanes checksums small connect notify load scale; do $(BIN)/python -m benchmarks $$name $(BENCH_ARGS) || exit 1; done
+	for name in transfer overlap lanes checksums small connect notify load scale registry; do $(BIN)/python -m benchmarks $$name $(BENCH_ARGS) || exit 1; done
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.options import Options, Scale
 from benchmarks.plot import render
 
-NAMES = ("checksums", "connect", "lanes", "load", "notify", "overlap", "scale", "small", "transfer")
+NAMES = ("checksums", "connect", "lanes", "load", "notify", "overlap", "registry", "scale", "small", "transfer")
 
 
 def main() -> int:

@@ -277,12 +277,19 @@ class Broker(ABC):
 
     def __init__(self) -> None:
         self._connected = asyncio.Event()
+        self._steady_since = 0.0
         self._listeners: list[Callable[[bool], None]] = []
 
     @property
     def connected(self) -> bool:
         """False from the moment in which a loss is noticed until the connection works again."""
         return self._connected.is_set()
+
+    @property
+    def steady_since(self) -> float:
+        """Since when, by the loop's clock, the broker has been there without a break. Shortly after one, a worker that
+        is not there may still be on its way back."""
+        return self._steady_since
 
     async def wait_connected(self) -> None:
         """Wait until `connected`. Bound it with asyncio.timeout."""
@@ -302,11 +309,16 @@ class Broker(ABC):
         if connected == self.connected:
             return
         if connected:
+            self._interrupted()
             self._connected.set()
         else:
             self._connected.clear()
         for callback in list(self._listeners):
             callback(connected)
+
+    def _interrupted(self) -> None:
+        """There has been a break, over now."""
+        self._steady_since = asyncio.get_running_loop().time()
 
     @abstractmethod
     async def put(self, key: str, value: bytes, *, ttl: float, revision: int) -> int:

@@ -32,7 +32,8 @@ class NatsTarget(msgspec.Struct, frozen=True, kw_only=True):
 
     `creds` (JWT and seed), `nkey` (seed), `cert` and `key` (client certificate) and `ca` are paths of PEM or NATS
     files, or empty; they are read at each connect. `origin` says what `refresh_target` reads again: nothing, the NATS
-    context named `context`, or this user's server file.
+    context named `context`, or this user's server file. `replicas` are the copies of the lease table in a cluster; 0:
+    as many as is usual.
     """
 
     urls: tuple[str, ...]
@@ -48,6 +49,7 @@ class NatsTarget(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""
     ca: str = ""
     inbox_prefix: str = "_INBOX"
+    replicas: int = 0
 
     @property
     def display(self) -> str:
@@ -212,7 +214,16 @@ def _build(url: str, source: str, values: Mapping[str, str], environ: Mapping[st
         field: _expand(value, environ) if field in _FILES and value else value for field, value in values.items()
     }
     # Every field of `values` is a text field of the struct.
-    return msgspec.convert({"urls": urls, "source": source, **expanded}, NatsTarget)
+    return msgspec.convert({"urls": urls, "source": source, "replicas": _replicas(environ), **expanded}, NatsTarget)
+
+
+def _replicas(environ: Mapping[str, str]) -> int:
+    text = environ.get("KVSTREAM_NATS_REPLICAS", "")
+    if not text:
+        return 0
+    if text not in ("1", "3", "5"):
+        raise ConfigError("KVSTREAM_NATS_REPLICAS", f"{text!r} is not a number of copies; use 1, 3 or 5")
+    return int(text)
 
 
 def _expand(path: str, environ: Mapping[str, str]) -> str:

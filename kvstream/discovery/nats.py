@@ -8,7 +8,8 @@ decide. Nothing here calls `flush` or `rtt`: a cancelled one is what makes the z
 
 Watching goes by the bucket's republish subject, with a snapshot by direct get. The snapshot is read in
 pages by sequence, since a `multi_last` request is refused beyond 1024 keys; with a history of one message per key both
-say the same.
+say the same. In a cluster any replica answers, also one that is behind: there the snapshot has to reach what the leader
+had when it was asked for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
+import re
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -65,12 +67,22 @@ RESYNC_SECONDS = 30.0
 """Republished messages come at most once, so even an undisturbed watch compares afresh this often."""
 RECONNECT_SECONDS = 1.0
 """Longest pause between two tries to reconnect: well below a worker's lease, so that all are back within one."""
+SILENCE = 1.5
+"""A server that lives is silent for one probe's time and that of its answer; after more than this many it was away, and
+its clients may have left it. Less than the probe and the time-out after which they do."""
+CLUSTER_REPLICAS = 3
+"""Copies of the lease table in a cluster: one server may be lost."""
 LEAVE_SECONDS = 0.25
 """How long the end of a service waits until the server knows, and the end of a connection until all is written."""
 MARKER_SECONDS = 2
 """How long the table remembers that a key expired; long enough for a watcher that is behind."""
 
+ERROR_BYTES = 1024
+"""What is sent of an error's text."""
+
+_SEQUENCE = re.compile("[0-9]{1,19}")
 _WRONG_REVISION = (10071, 10164)
+_TOO_FEW_SERVERS = (10005, 10074)
 _STREAM_NOT_FOUND = 10059
 _STREAM_EXISTS = 10058
 _ERROR_HEADER = "Kvstream-Error"
@@ -129,17 +141,36 @@ class _GetReply(msgspec.Struct):
 
 
 class _Client(Client):
-    """nats-py's client, which must not send credentials over a connection that should be encrypted and is not."""
+    """nats-py's client, which must not send credentials over a connection that should be encrypted and is not, and must
+    not end with a message that it can't parse."""
 
-    def __init__(self, require_tls: bool) -> None:
+    def __init__(self, require_tls: bool, on_garbage: Callable[[], None]) -> None:
         super().__init__()
         self._require_tls = require_tls
+        self._on_garbage = on_garbage
 
     def _connect_command(self) -> bytes:
         # nats-py encrypts when the *server* says so, whatever the URL says.
         if self._require_tls and not self._server_info.get("tls_required"):
             raise nats.errors.SecureConnWantedError
         return super()._connect_command()
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        # The server passes on header blocks and subjects of any bytes; what nats-py raises at them ends its read loop.
+        try:
+            await super()._process_msg(sid, subject, reply, data, headers)
+        except (IndexError, UnicodeDecodeError):
+            self._on_garbage()
+
+    @staticmethod
+    def _parse_header_lines(raw: bytes) -> dict[str, str]:
+        # nats-py's own looks at every character of every name: over half of what each renewal costs each watcher.
+        fields = (line.partition(b":") for line in raw.split(b"\r\n"))
+        return {
+            name.decode(errors="replace"): value.decode(errors="replace").strip()
+            for name, colon, value in fields
+            if colon
+        }
 
     def on_read_loop_end(self, callback: Callable[[], None]) -> None:
         """Call back when nothing reads this connection any more: closed, or the connected zombie."""
@@ -148,7 +179,13 @@ class _Client(Client):
             task.add_done_callback(lambda _: callback())
 
     def abort(self) -> None:
-        """Drop the socket without waiting for anything that is still to be written."""
+        """Drop the socket without waiting for anything that is still to be written, and end what a `close` that did not
+        come to its end has left running."""
+        tasks: list[asyncio.Task[Any] | None] = [self._reading_task, self._ping_interval_task, self._flusher_task]
+        tasks += [getattr(subscription, "_wait_for_msgs_task", None) for subscription in self._subs.values()]
+        for task in tasks:
+            if task is not None:
+                task.cancel()
         writer = getattr(self._transport, "_io_writer", None)
         if writer is not None:
             writer.transport.abort()
@@ -162,18 +199,30 @@ class _Pending(msgspec.Struct):
 class _Link:
     """One connection. `lost` gets its reason once; after that no callback runs and every request has ended."""
 
-    def __init__(self, target: NatsTarget, name: str, on_slow: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        target: NatsTarget,
+        name: str,
+        *,
+        probe: float,
+        on_slow: Callable[[], None],
+        on_garbage: Callable[[], None],
+        on_silence: Callable[[], None],
+    ) -> None:
         self._target = target
         self._name = name
         self._on_slow = on_slow
-        self._client = _Client(target.tls)
+        self._on_silence = on_silence
+        self._silence = SILENCE * probe
+        self._client = _Client(target.tls, on_garbage)
         self._pending: dict[str, _Pending] = {}
         self._count = 0
         self._inbox = ""
         self._last_error = ""
-        self.heard = 0
-        """Messages received so far: as long as it grows, the connection lives."""
-        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.heard = self._loop.time()
+        """When the last message came."""
+        self.lost: asyncio.Future[str] = self._loop.create_future()
 
     async def open(self, timeout: float) -> None:
         """Connect and log in within `timeout` seconds. Raises ConfigError or BrokerUnavailable."""
@@ -184,10 +233,10 @@ class _Link:
             "error_cb": self._on_error,
             "closed_cb": self._on_closed,
             "allow_reconnect": False,
-            # Each server is tried at most twice, without a pause.
+            # Each server is tried at most twice, without a pause; one that is frozen leaves time for the others.
             "max_reconnect_attempts": 1,
             "reconnect_time_wait": 0,
-            "connect_timeout": timeout,
+            "connect_timeout": timeout / len(target.urls),
             "inbox_prefix": target.inbox_prefix,
             "user": target.user or None,
             "password": target.password or None,
@@ -245,21 +294,30 @@ class _Link:
         """Send a message. Raises BrokerUnavailable when the connection is lost."""
         if self.lost.done():
             raise BrokerUnavailable(f"the connection to NATS is lost: {self.lost.result()}")
+        self._check_size(subject, data, headers)
         try:
             await self._client.publish(subject, data, reply=reply, headers=headers)
         except nats.errors.BadSubjectError:
             raise ConfigError("subject", f"{subject!r} is not a NATS subject") from None
-        except nats.errors.MaxPayloadError:
-            raise ConfigError("data", f"{len(data)} bytes for {subject} are more than the NATS server takes") from None
         except (nats.errors.Error, OSError) as error:
             raise BrokerUnavailable(f"can't send to NATS: {error}") from error
+
+    def _check_size(self, subject: str, data: bytes, headers: dict[str, str] | None) -> None:
+        """The server ends the connection of who sends too much. It counts headers too, as nats-py does not."""
+        block = 12 + sum(len(name) + len(value.encode()) + 4 for name, value in headers.items()) if headers else 0
+        if len(data) + block > self._client.max_payload:
+            raise ConfigError(
+                "data",
+                f"{len(data)} bytes, and {block} of headers, for {subject} are more than the "
+                f"{self._client.max_payload} that the NATS server takes; send less, or raise its max_payload",
+            )
 
     async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> Subscription:
         """Deliver messages on `subject` to `callback`, in order, one at a time."""
 
         async def deliver(message: Msg) -> None:
             if not self.lost.done():
-                self.heard += 1
+                self._hear()
                 await callback(message)
 
         try:
@@ -287,6 +345,11 @@ class _Link:
             raise answer
         return answer
 
+    @property
+    def clustered(self) -> bool:
+        """Whether the server is one of a cluster."""
+        return bool(self._client._server_info.get("cluster"))  # pyright: ignore[reportPrivateUsage] - no public name
+
     def new_inbox(self) -> str:
         """A subject for answers that nobody else uses."""
         return self._client.new_inbox()
@@ -299,6 +362,7 @@ class _Link:
             return True
         except (TimeoutError, BrokerUnavailable):
             return False
+        self._hear()
         return True
 
     async def abandon(self) -> None:
@@ -310,6 +374,12 @@ class _Link:
                     await self._client.close()
         finally:
             self._client.abort()
+
+    def _hear(self) -> None:
+        now = self._loop.time()
+        if now - self.heard > self._silence:
+            self._on_silence()
+        self.heard = now
 
     def _lose(self, reason: str) -> None:
         if self.lost.done():
@@ -361,19 +431,27 @@ class _NatsService(Service):
 
     async def _on_request(self, message: Msg) -> None:
         link = self._link
-        if link is None or not message.reply:
+        if link is None:
+            return
+        if not message.reply:
+            self._broker.count_garbage()
             return
 
         async def answer(reply: Reply) -> None:
-            # The requester's deadline covers an answer that is lost with the connection.
-            with suppress(BrokerUnavailable):
-                if reply.error is None:
-                    await link.publish(message.reply, reply.data)
-                    return
-                headers = {_ERROR_HEADER: reply.error.code}
-                if isinstance(reply.error, Refused) and reply.error.retry_after is not None:
-                    headers[_RETRY_HEADER] = repr(reply.error.retry_after)
-                await link.publish(message.reply, str(reply.error).encode(), headers=headers)
+            # The requester's deadline covers an answer that is lost with the connection. ConfigError: the subject for
+            # the answer is none.
+            with suppress(BrokerUnavailable, ConfigError):
+                error = reply.error
+                if error is None:
+                    try:
+                        await link.publish(message.reply, reply.data)
+                        return
+                    except ConfigError as unfit:
+                        error = KVStreamError(f"{message.subject}: its answer can't be sent: {unfit}")
+                headers = {_ERROR_HEADER: error.code}
+                if isinstance(error, Refused) and error.retry_after is not None:
+                    headers[_RETRY_HEADER] = repr(error.retry_after)
+                await link.publish(message.reply, str(error).encode()[:ERROR_BYTES], headers=headers)
 
         self._responder.start(message.subject, message.data, answer)
 
@@ -445,17 +523,22 @@ class _Watch:
 
     async def _on_event(self, message: Msg) -> None:
         event = _event(self._prefix, message)
-        if event is not None:
+        if event is None:
+            self._broker.count_garbage()
+        else:
             self.view.apply(event)
 
     async def _read(self, link: _Link) -> dict[str, Lease]:
         leases: dict[str, Lease] = {}
-        start = 1
-        while True:
-            seen, more = await self._read_page(link, start, leases)
-            if not more or not seen:
-                return leases
-            start = seen + 1
+        due = await self._broker.last_revision(link) if self._broker.replicated else 0
+        seen, more = 0, True
+        while more:
+            last, more = await self._read_page(link, seen + 1, leases)
+            seen = max(seen, last)
+        if seen < due:
+            # What is due may have gone meanwhile, without a trace; then the next try asks for less.
+            raise BrokerUnavailable(f"a replica is behind: it has {seen} of {due}")
+        return leases
 
     async def _read_page(self, link: _Link, start: int, leases: dict[str, Lease]) -> tuple[int, bool]:
         """Add one page; the last sequence in it, and whether there is more."""
@@ -479,6 +562,7 @@ class _Watch:
                     if status is None:
                         event = _event(self._prefix, message)
                         if event is None:
+                            self._broker.count_garbage()
                             continue
                         seen = event.revision
                         if event.value is not None:
@@ -490,7 +574,8 @@ class _Watch:
                     elif status == "404":
                         return seen, False
                     elif status == "503":
-                        await self._broker.make_bucket(link)
+                        if not await self._broker.make_bucket(link):
+                            raise BrokerUnavailable("no server that holds the bucket answers")
                         return 0, False
                     else:
                         raise BrokerUnavailable(f"direct get answers {status} {headers.get('Description', '')}")
@@ -504,8 +589,9 @@ class NatsBroker(Broker):
     """The broker contract on a NATS server (2.11 or newer, with JetStream).
 
     `storage` and `replicas` are used when the bucket does not exist yet; an existing one is taken as it is if it can
-    serve. `timeout` (seconds) bounds each operation; a server that is silent for about `probe` + `timeout` seconds
-    counts as lost. `rng` spreads reconnects of many workers. `refresh` finds the server again where it moved.
+    serve. `replicas` None: what the target says, else three in a cluster, and one on a single server. `timeout`
+    (seconds) bounds each operation; a server that is silent for `probe` seconds is asked something, and one that does
+    not answer counts as lost. `rng` spreads reconnects of many workers. `refresh` finds a server again that moved.
     """
 
     def __init__(
@@ -516,11 +602,11 @@ class NatsBroker(Broker):
         refresh: Refresh = refresh_target,
         bucket: str = "kvstream",
         storage: Storage = "memory",
-        replicas: int = 1,
+        replicas: int | None = None,
         name: str = "kvstream",
         connect_timeout: float = 1.5,
         timeout: float = 2.0,
-        probe: float = 2.0,
+        probe: float = 1.0,
     ) -> None:
         super().__init__()
         check_lease(bucket, b"", 1.0)
@@ -531,7 +617,9 @@ class NatsBroker(Broker):
         self._rng = rng
         self._bucket = bucket
         self._storage: Storage = storage
-        self._replicas = replicas
+        self._replicas = replicas or target.replicas or None
+        self.replicated = False
+        """Whether the bucket has replicas, of which one may be behind."""
         self._name = name
         self._connect_timeout = connect_timeout
         self._probe = probe
@@ -545,6 +633,8 @@ class NatsBroker(Broker):
         self._watches: dict[_Watch, None] = {}
         self._services: dict[_NatsService, None] = {}
         self._closed = False
+        self.garbage = 0
+        """Messages on the subjects that are listened to here that were not what belongs there; dropped."""
 
     @classmethod
     async def connect(cls, target: NatsTarget, *, rng: Random, **options: Any) -> NatsBroker:
@@ -607,6 +697,8 @@ class NatsBroker(Broker):
             retry_after = float(headers[_RETRY_HEADER])
         except (KeyError, ValueError):
             retry_after = None
+        else:
+            retry_after = retry_after if 0 <= retry_after < math.inf else None
         raise from_code(code, message.data.decode(errors="replace"), retry_after=retry_after)
 
     async def serve(self, subject: str, handler: Handler) -> Service:
@@ -656,6 +748,11 @@ class NatsBroker(Broker):
     def jitter(self, low: float, high: float) -> float:
         return self._rng.uniform(low, high)
 
+    def count_garbage(self) -> None:
+        self.garbage += 1
+        if self.garbage & (self.garbage - 1) == 0:  # not once for each: it may be a flood
+            _log.warning("nats: dropped a message that is none of ours", dropped=self.garbage)
+
     def forget_service(self, service: _NatsService) -> None:
         self._services.pop(service, None)
 
@@ -664,8 +761,19 @@ class NatsBroker(Broker):
             await self._up.wait()
         return self._link
 
-    async def make_bucket(self, link: _Link) -> None:
-        """Make the bucket, or check the one that is there. Raises ConfigError where it can't serve."""
+    async def last_revision(self, link: _Link) -> int:
+        """The newest message in the bucket, markers too, asked of its leader; 0 for none."""
+        query = msgspec.json.encode({"last_by_subj": f"{self._prefix}>"})
+        reply = await self._api(link, f"$JS.API.STREAM.MSG.GET.{self._stream}", query, _GetReply)
+        if reply.error is not None and reply.error.code != 404:
+            raise BrokerUnavailable(f"bucket {self._bucket!r}: {reply.error.description}")
+        return reply.message.seq if reply.message is not None else 0
+
+    async def make_bucket(self, link: _Link) -> bool:
+        """Make the bucket, or check the one that is there; whether it was made. Raises ConfigError where it can't
+        serve."""
+        made = False
+        wanted = self._replicas or (CLUSTER_REPLICAS if link.clustered else 1)
         info = f"$JS.API.STREAM.INFO.{self._stream}"
         reply = await self._api(link, info, b"", _StreamReply)
         if reply.error is not None and reply.error.err_code == _STREAM_NOT_FOUND:
@@ -673,7 +781,7 @@ class NatsBroker(Broker):
                 name=self._stream,
                 subjects=[f"{self._prefix}>"],
                 storage=self._storage,
-                num_replicas=self._replicas,
+                num_replicas=wanted,
                 allow_rollup_hdrs=True,
                 deny_delete=True,
                 allow_direct=True,
@@ -683,11 +791,15 @@ class NatsBroker(Broker):
             )
             create = f"$JS.API.STREAM.CREATE.{self._stream}"
             reply = await self._api(link, create, msgspec.json.encode(config), _StreamReply)
+            made = reply.error is None
             if reply.error is not None and reply.error.err_code == _STREAM_EXISTS:
                 # Another worker was first, with other options.
                 reply = await self._api(link, info, b"", _StreamReply)
         if reply.error is not None:
-            raise BrokerUnavailable(f"bucket {self._bucket!r}: {reply.error.description}")
+            text = f"bucket {self._bucket!r}: {reply.error.description}"
+            if reply.error.err_code in _TOO_FEW_SERVERS:
+                text += f" ({wanted} copies need as many servers; start them, or set KVSTREAM_NATS_REPLICAS to less)"
+            raise BrokerUnavailable(text)
         found = reply.config or _StreamConfig()
         events = found.republish.dest if found.republish is not None else ""
         checks = {
@@ -702,6 +814,10 @@ class NatsBroker(Broker):
             raise ConfigError(
                 "bucket", f"NATS bucket {self._bucket!r} lacks {', '.join(wrong)}; delete it or name another"
             )
+        self.replicated = found.num_replicas > 1
+        if found.num_replicas < wanted:
+            _log.warning("nats: the bucket has fewer copies than it should", copies=found.num_replicas, wanted=wanted)
+        return made
 
     # -- connection
 
@@ -715,7 +831,14 @@ class NatsBroker(Broker):
         return self._link
 
     async def _open(self) -> _Link:
-        link = _Link(self._target, self._name, self._all_stale)
+        link = _Link(
+            self._target,
+            self._name,
+            probe=self._probe,
+            on_slow=self._all_stale,
+            on_garbage=self.count_garbage,
+            on_silence=self._interrupted,
+        )
         await link.open(self._connect_timeout)
         try:
             async with asyncio.timeout(self._connect_timeout):
@@ -759,13 +882,21 @@ class NatsBroker(Broker):
 
     async def _hold(self, link: _Link) -> str:
         """Wait until the connection is lost, or is silent and does not answer; why."""
-        while True:
+        loop = asyncio.get_running_loop()
+        while not link.lost.done():
+            wait = link.heard + self._probe - loop.time()
+            if wait > 0:
+                await asyncio.wait({link.lost}, timeout=wait)
+                continue
             heard = link.heard
-            done, _ = await asyncio.wait({link.lost}, timeout=self._probe)
-            if done:
-                return link.lost.result()
-            if link.heard == heard and not await link.answers(self.probe_subject, self.timeout):
-                return link.lost.result() if link.lost.done() else "the server does not answer"
+            # Whatever has come meanwhile is an answer: this one may be behind a great many messages.
+            if (
+                not await link.answers(self.probe_subject, self.timeout)
+                and link.heard == heard
+                and not link.lost.done()
+            ):
+                return "the server does not answer"
+        return link.lost.result()
 
     async def _reopen(self) -> _Link:
         pause = 0.05
@@ -831,7 +962,8 @@ class NatsBroker(Broker):
         was not there: then it has been made."""
         message = await link.request(f"{self._prefix}{key}", value, headers=headers, timeout=self.timeout)
         if (message.headers or {}).get("Status") == "503":
-            await self.make_bucket(link)
+            if not await self.make_bucket(link):
+                raise BrokerUnavailable(f"lease {key}: the bucket has no leader at the moment, or was made just now")
             return None
         ack = _decode(message.data, _PubAck)
         if ack.error is not None and ack.error.err_code not in _WRONG_REVISION:
@@ -885,9 +1017,13 @@ def _event(prefix: str, message: Msg) -> LeaseEvent | None:
     """The change that a republished or stored message stands for; None for anything else that comes that way."""
     headers = message.headers or {}
     subject, sequence = headers.get("Nats-Subject", ""), headers.get("Nats-Sequence", "")
-    if not subject.startswith(prefix) or not sequence.isdigit():
+    if not subject.startswith(prefix) or not _SEQUENCE.fullmatch(sequence):
         return None
     key, revision = subject[len(prefix) :], int(sequence)
+    try:
+        check_lease(key, message.data, 1.0)
+    except ConfigError:
+        return None
     reason: Reason = "put"
     if "Nats-Marker-Reason" in headers:
         reason = "expired"

@@ -613,6 +613,12 @@ class Registry:
         # A broker that lost its memory counts from 1 again, and somebody else's lease could stand at our number.
         # Revision 0 can't be mistaken: the next try is told what stands there.
         own.revision = 0
+        self._rejoin_soon(own)
+
+    def _rejoin_soon(self, own: _Registration) -> None:
+        """Renew, but not at the same moment as the whole fleet, which has found out the same."""
+        if self._rejoin is not None:
+            self._rejoin.cancel()
         self._rejoin = asyncio.get_running_loop().call_later(self._rng.uniform(0.0, self._ttl / 20), own.urgent.set)
 
     def _on_event(self, event: LeaseEvent) -> None:
@@ -627,14 +633,19 @@ class Registry:
             and event.key == own.key
             and (record is None or record.incarnation != own.record.incarnation)
         ):
-            # Gone, or somebody else's: the next compare-and-set tells, so have it now.
-            own.urgent.set()
+            # Gone, or somebody else's: the next compare-and-set tells, so have it now. What a broker forgot, or let run
+            # out while it was away, it has of everybody.
+            if event.reason in ("expired", "missing") and self._now() < self._broker.steady_since + self._ttl:
+                self._rejoin_soon(own)
+            else:
+                own.urgent.set()
         if record is not None:
             self._put(worker, record)
             return
         if event.value is not None:
             self.garbage += 1
-            _log.warning("a value in the lease table is no worker record", key=event.key)
+            if self.garbage & (self.garbage - 1) == 0:  # not once for each: it may be a flood
+                _log.warning("a value in the lease table is no worker record", key=event.key, so_far=self.garbage)
         entry = self._table.get(worker)
         if entry is None:
             return
@@ -680,7 +691,9 @@ class Registry:
     async def _try(self, worker: str, record: WorkerRecord, *, at_once: bool) -> None:
         """Find out about a worker whose lease is gone; ends by removing it, or is cancelled when its lease is back.
 
-        `at_once`: the lease ran out, so it is late already. Otherwise a broker forgot it, and it has one lease's time.
+        `at_once`: the lease ran out, so it is late already. Otherwise a broker forgot it, and it has one lease's time;
+        and so it has if the broker itself was away just now, since then the lease may have run out for that reason, and
+        the worker may not have found its way back.
         """
         reason: LeftReason = "lost" if at_once else "missing"
         wait = self._rng.uniform(0.2, 1.0) * min(PROBE_SPREAD, self._ttl / 10) if at_once else self._ttl
@@ -693,9 +706,12 @@ class Registry:
                 # No broker, no judgement. When it is back the watch compares afresh, and then there is a lease's time.
                 await self._broker.wait_connected()
                 continue
-            if answer != "alive":
+            if answer == "alive":
+                chances -= 1
+                continue
+            wait = self._broker.steady_since + self._ttl - self._now()
+            if wait <= 0:
                 break
-            chances -= 1
         self._remove(worker, reason)
 
     async def _ask(self, record: WorkerRecord) -> Literal["alive", "dead", "silent", "unknown"]:

@@ -13,9 +13,9 @@ import pytest
 from broker_suite import Cluster, connected
 
 from kvstream.discovery.broker import Broker
-from kvstream.discovery.records import DataAddress, Load, WorkerRecord, encode_record, lease_key
+from kvstream.discovery.records import DataAddress, Load, WorkerRecord, encode_record, lease_key, worker_subject
 from kvstream.discovery.registry import Change, Changed, Changes, Joined, Left, Registry, Suspect
-from kvstream.errors import ConfigError, Fenced, UnknownWorker
+from kvstream.errors import ConfigError, Fenced, PeerLost, UnknownWorker
 from tests.timing import Late, in_time, timed
 
 
@@ -147,6 +147,39 @@ class RegistrySuite:
             if any(isinstance(change, Suspect) for change in seen):
                 raise Late(f"a renewal: {seen}")
             assert seen == [Joined(mine)]
+
+    async def test_a_worker_that_is_seen_answers(self, cluster: Cluster) -> None:
+        """It is published only once its handlers are live, and unregistered before they go."""
+        async with member(cluster, ttl=60) as a, member(cluster, ttl=60) as b, b.registry.watch() as changes:
+            for number in range(10):
+                mine = record("decode-0", number)
+                register = asyncio.ensure_future(a.registry.register(mine))
+                seen = await next_of(changes)
+                assert seen == Joined(mine)
+                ping = worker_subject("decode-0", 0, f"ping.{mine.incarnation}")
+                assert await b.broker.request(ping, b"", timeout=20) == mine.incarnation.encode()
+                await register
+                leave = asyncio.ensure_future(a.registry.unregister())
+                # Whoever gets no answer any more, or an end to it, finds that it has left, not that it died.
+                try:
+                    while True:
+                        await b.broker.request(ping, b"", timeout=0.5)
+                except PeerLost:
+                    assert await next_of(changes) == Left(mine, "unregistered")
+                await leave
+
+    async def test_the_same_name_at_the_same_address_is_taken_by_the_next_start(self, cluster: Cluster) -> None:
+        """A restart that gets its old port again: all but the incarnation is as it was."""
+        async with member(cluster, ttl=60) as a, member(cluster, ttl=60) as b, b.registry.watch() as changes:
+            dead = record("decode-0", 1)
+            await a.registry.register(dead)
+            await next_of(changes)
+            await a.die()
+            fresh = msgspec.structs.replace(dead, incarnation=f"{2:032x}")
+            async with member(cluster, ttl=60) as c:
+                await c.registry.register(fresh)
+                assert await next_of(changes) == Changed(fresh, dead)
+                assert b.registry.lookup("decode-0") == fresh
 
     async def test_a_changed_value_is_a_change(self, cluster: Cluster) -> None:
         """dynamo 12566: discovery compared keys only and missed a changed address."""

@@ -243,7 +243,10 @@ async def test_a_frozen_connection_is_replaced(server: EmbeddedServer, full: boo
         url = server.url.replace(str(server.port), str(proxy.port))
         async with await connect(server, url=url, probe=0.2, timeout=0.3) as broker, broker.watch() as events:
             assert isinstance(await anext(events), Synced)
-            old: Any = broker._link._client._transport  # type: ignore[union-attr]
+            client: Any = broker._link._client  # type: ignore[union-attr]
+            old = client._transport
+            tasks = [client._reading_task, client._flusher_task, client._ping_interval_task]
+            tasks += [subscription._wait_for_msgs_task for subscription in client._subs.values()]
             proxy.freeze()
             replaced = asyncio.ensure_future(down_and_up(broker))
             if full:
@@ -256,6 +259,73 @@ async def test_a_frozen_connection_is_replaced(server: EmbeddedServer, full: boo
                 raise Late("an answer: the next connection was replaced too")
             # The old socket is not left to a peer that takes nothing any more.
             assert old._io_writer.transport.get_extra_info("socket").fileno() == -1
+            _, running = await asyncio.wait(tasks, timeout=20)
+            assert not running, "nats-py's tasks are left behind"
+
+
+async def test_dropped_news_are_made_good_at_once(server: EmbeddedServer) -> None:
+    """nats-py drops what a busy subscriber does not take in time and only says so: the table is read again. dynamo PR
+    7072: there the repair of a gap went round in circles; here it starts from what the snapshot says, once."""
+    async with await connect(server) as publisher, await connect(server) as broker, broker.watch() as events:
+        assert isinstance(await anext(events), Synced)
+        revisions = [await publisher.put(f"t.{i}", b"old", ttl=60, revision=0) for i in range(100)]
+        known = {}
+        async with asyncio.timeout(20):
+            while len(known) < 100:
+                event = await anext(events)
+                assert isinstance(event, LeaseEvent)
+                known[event.key] = event.value
+        client: Any = broker._link._client  # type: ignore[union-attr]
+        (news,) = [one for one in client._subs.values() if one.subject == "kvstream.ev.>"]
+        news._pending_queue._maxsize = 1
+        puts = (publisher.put(f"t.{i}", b"new", ttl=60, revision=revisions[i]) for i in range(100))
+        await asyncio.gather(*puts)
+        synced = 0
+        async with asyncio.timeout(20):  # before the next comparison would be due anyway
+            while set(known.values()) != {b"new"}:
+                event = await anext(events)
+                if isinstance(event, Synced):
+                    synced += 1
+                else:
+                    known[event.key] = event.value
+            while not synced:
+                assert isinstance(await anext(events), Synced)
+                synced += 1
+        assert synced <= 3
+        news._pending_queue._maxsize = 0
+        revision = await publisher.put("t.after", b"", ttl=60, revision=0)
+        async with asyncio.timeout(20):
+            while isinstance(event := await anext(events), Synced):
+                pass
+        assert event == LeaseEvent("t.after", b"", revision, "put")
+
+
+async def test_an_answer_behind_many_messages_is_no_loss(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that is busy with news gets to the answer late; as long as anything comes, the server lives."""
+    async with await connect(server, probe=0.05) as broker:
+        link = broker._link
+        assert link is not None
+        unanswered = 0
+        flowing = True
+
+        async def answers(_subject: str, _timeout: float) -> bool:
+            nonlocal unanswered
+            if flowing:
+                await link.request("t.nobody", b"", timeout=10)
+            unanswered += 1
+            return False
+
+        monkeypatch.setattr(link, "answers", answers)
+        async with asyncio.timeout(20):
+            while unanswered < 5:
+                await asyncio.sleep(0.01)
+            assert broker._link is link
+            replaced = asyncio.ensure_future(down_and_up(broker))
+            flowing = False
+            await replaced
+        assert broker._link is not link
 
 
 async def test_a_cut_connection_is_replaced_at_once(server: EmbeddedServer) -> None:
@@ -415,6 +485,33 @@ async def test_a_frozen_broker_loses_nobody(server: EmbeddedServer, options: dic
         assert all(worker.registered for worker in workers)
 
 
+@timed
+async def test_a_freeze_that_ends_before_it_is_noticed_counts_as_a_break(server: EmbeddedServer) -> None:
+    """Others may have noticed it, and may not be back yet."""
+    async with await connect(server, probe=0.2, timeout=60.0) as broker:
+        loop = asyncio.get_running_loop()
+        losses: list[bool] = []
+        broker.on_connection(losses.append)
+        before = broker.steady_since
+        for _ in range(3):
+            heard = broker._link.heard  # type: ignore[union-attr]
+            async with asyncio.timeout(20):
+                while broker._link.heard == heard:  # type: ignore[union-attr]
+                    await asyncio.sleep(0.01)
+        quiet = broker.steady_since
+        server.pause()
+        await asyncio.sleep(0.6)
+        server.resume()
+        resumed = loop.time()
+        async with asyncio.timeout(20):
+            while broker.steady_since == quiet:
+                await asyncio.sleep(0.01)
+        assert resumed - 0.01 <= broker.steady_since <= loop.time()
+        assert losses == []
+        if quiet != before:
+            raise Late("an answer: the silence was taken for a break")
+
+
 async def test_file_storage_keeps_leases_over_a_restart(server: EmbeddedServer) -> None:
     async with await connect(server, storage="file") as broker, broker.watch() as events:
         assert isinstance(await anext(events), Synced)
@@ -430,14 +527,14 @@ async def test_file_storage_keeps_leases_over_a_restart(server: EmbeddedServer) 
 
 async def test_more_leases_than_one_request_may_ask_for(server: EmbeddedServer) -> None:
     async with await connect(server) as broker:
-        for start in range(0, 1300, 100):
+        for start in range(0, 1500, 100):
             await asyncio.gather(
                 *(broker.put(f"t.{i}", b"%d" % i, ttl=60, revision=0) for i in range(start, start + 100))
             )
         async with asyncio.timeout(30), broker.watch() as events:
-            seen = [await anext(events) for _ in range(1301)]
+            seen = [await anext(events) for _ in range(1501)]
         assert isinstance(seen[-1], Synced)
-        assert {event.value for event in seen[:-1] if isinstance(event, LeaseEvent)} == {b"%d" % i for i in range(1300)}
+        assert {event.value for event in seen[:-1] if isinstance(event, LeaseEvent)} == {b"%d" % i for i in range(1500)}
 
 
 def test_under_uvloop(environ: dict[str, str]) -> None:

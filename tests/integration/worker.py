@@ -12,6 +12,7 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -21,6 +22,7 @@ from typing import Any
 import uvloop
 
 from kvstream import KVLayout, KVPool, KVStreamError, Offer, ReceiveStream, Runtime, RuntimeConfig
+from kvstream.discovery import Changes, Left
 
 WAYS = {
     "shared": ("shared", RuntimeConfig(stall_timeout=30)),
@@ -57,6 +59,8 @@ class Tally:
     twice: list[str] = field(default_factory=list)
     wrong_bytes: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
+    left: list[str] = field(default_factory=list)
+    """Workers that the registry told to have left."""
 
     def end(self, stream: str, code: str) -> None:
         if stream in self.seen:
@@ -116,6 +120,11 @@ class Child:
                 await asyncio.sleep(pause)
             await tx._report()
 
+    async def follow(self, changes: Changes) -> None:
+        async for change in changes:
+            if isinstance(change, Left):
+                self.tally.left.append(change.record.id)
+
     async def stats(self) -> dict[str, Any]:
         if self.tasks:
             await asyncio.wait(self.tasks)
@@ -124,6 +133,7 @@ class Child:
             "ended": self.tally.ended,
             "twice": self.tally.twice,
             "wrong_bytes": self.tally.wrong_bytes,
+            "left": self.tally.left,
             "free_blocks": self.runtime.pool.free_blocks,
             "streams": core.streams,
             "idle": core.idle,
@@ -143,8 +153,12 @@ async def serve(pipe: Connection, name: str, url: str, lane: str, config: Runtim
             commands.put_nowait(None)
 
     pool = KVPool.allocate(LAYOUT, blocks=BLOCKS)
-    async with Runtime(name, roles={"decode"}, pool=pool, nats=url, lanes=lane, config=config) as runtime:
+    async with (
+        Runtime(name, roles={"decode"}, pool=pool, nats=url, lanes=lane, config=config) as runtime,
+        runtime.registry.watch() as changes,
+    ):
         child = Child(runtime)
+        follower = loop.create_task(child.follow(changes))
         runtime.on_offer(child.on_offer)
         loop.add_reader(pipe.fileno(), readable)
         pipe.send("ready")
@@ -153,8 +167,11 @@ async def serve(pipe: Connection, name: str, url: str, lane: str, config: Runtim
                 pipe.send(await child.stats())
             elif command[0] == "send":
                 child.start(child.send(*command[1:]))
+            elif command[0] == "block":
+                time.sleep(command[1])  # noqa: ASYNC251 - what an engine does that computes on the loop
+                pipe.send("blocked")
         loop.remove_reader(pipe.fileno())
-        for task in child.tasks:
+        for task in (follower, *child.tasks):
             task.cancel()
 
 

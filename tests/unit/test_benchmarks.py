@@ -41,7 +41,7 @@ OVERLAP = {"layers", "compute", "compute_ms", "layer_bytes", "one_layer_ms", "ex
 CONNECT = {"first_byte", "first_byte_seasoned_peer_ms", "cost_of_all_peers", "registration", "cycles"}
 
 
-NAMES = ("transfer", "checksums", "lanes", "overlap", "connect", "small")
+NAMES = ("transfer", "checksums", "lanes", "overlap", "connect", "registry", "small")
 
 Run = Callable[[str], dict[str, Any]]
 
@@ -115,6 +115,15 @@ def test_connect(run: Run) -> None:
     result = run("connect")
     assert result.keys() >= CONNECT
     assert all(row["median_ms"] > 0 for row in result["first_byte"])
+
+
+def test_registry(run: Run) -> None:
+    rows = run("registry")["rows"]
+    assert [row["watchers"] for row in rows] == [1, 2]
+    for row in rows:
+        times = ("seen_p50_ms", "seen_p99_ms", "burst_p50_ms", "burst_p99_ms", "snapshot_ms")
+        assert all(row[name] > 0 for name in times)
+        assert {"watcher_cores", "server_cores", "fleet_cores", "lost"} <= row.keys()
 
 
 def test_small_and_with_it_notify(run: Run) -> None:

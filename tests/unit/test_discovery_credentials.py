@@ -59,6 +59,16 @@ def test_credentials_by_field() -> None:
     assert target.tls
 
 
+def test_copies_of_the_lease_table() -> None:
+    assert target_from_environment(None, {"NATS_URL": "nats://h", "HOME": "/nowhere"}).replicas == 0  # type: ignore[union-attr]
+    for url, environ in (("nats://h", {}), (None, {"NATS_URL": "nats://h"})):
+        target = target_from_environment(url, {**environ, "KVSTREAM_NATS_REPLICAS": "1"})
+        assert target is not None and target.replicas == 1
+        for wrong in ("0", "2", "-1", "x", "1.0", " 3", "33"):
+            with pytest.raises(ConfigError, match=r"KVSTREAM_NATS_REPLICAS: .*use 1, 3 or 5"):
+                target_from_environment(url, {**environ, "KVSTREAM_NATS_REPLICAS": wrong})
+
+
 def test_context_is_taken_whole_and_named(tmp_path: Path) -> None:
     environ = context(tmp_path, "prod", url="tls://h:1", user="u", password="p", inbox_prefix="_INBOX_me", extra="x")
     environ |= {"NATS_CONTEXT": "prod", "NATS_USER": "not this one"}

@@ -148,6 +148,78 @@ def test_an_outage_of_half_a_minute_loses_nobody() -> None:
     run(main)
 
 
+@pytest.mark.parametrize("away", ["viewer lost it too", "viewer saw a silence"])
+def test_a_lease_that_ends_before_its_worker_is_back_after_an_outage_is_no_death(away: str) -> None:
+    """A broker that keeps its leases lets them run out as soon as it is back, while workers are still reconnecting."""
+
+    async def main() -> None:
+        hub = MemoryBrokerServer()
+        loop = asyncio.get_running_loop()
+        late, gone = hub.connect(), hub.connect()
+        async with (
+            Registry(hub.connect(), rng=random.Random(1), ttl=10) as viewer,
+            Registry(late, rng=random.Random(2), ttl=10) as living,
+            Registry(gone, rng=random.Random(3), ttl=10) as dying,
+            viewer.watch() as changes,
+        ):
+            await living.register(record("living"))
+            await dying.register(record("dying", 2))
+            assert {(await anext(changes)).record.name for _ in range(2)} == {"living", "dying"}
+            await asyncio.sleep(100)
+            if away == "viewer lost it too":
+                hub.stop()
+            for broker in (late, gone):
+                hub.detach(broker)
+                broker.connection_lost()
+            await asyncio.sleep(6)
+            hub.start()
+            if away != "viewer lost it too":
+                viewer._broker._interrupted()
+            back = loop.time()
+            assert set(hub.snapshot()) == {"w.living.0", "w.dying.0"}
+            await asyncio.sleep(6)
+            assert hub.snapshot() == {}
+            hub.attach(late)
+            late.connection_made()
+            await asyncio.sleep(2)
+            assert living.registered and set(hub.snapshot()) == {"w.living.0"}
+            seen: list[object] = []
+            while not isinstance(change := await anext(changes), Left):
+                seen.append(change)
+            assert change.record.name == "dying" and 10 <= loop.time() - back <= 10.5
+            assert [worker.id for worker in viewer.workers()] == ["living/0"]
+            assert all(isinstance(other, Suspect | Changed) for other in seen)
+
+    run(main)
+
+
+def test_a_fleet_rejoins_with_jitter_and_within_a_tenth_of_a_lease() -> None:
+    async def main() -> None:
+        hub = MemoryBrokerServer()
+        loop = asyncio.get_running_loop()
+        registries = [Registry(hub.connect(), rng=random.Random(i), ttl=100) for i in range(50)]
+        for i, registry in enumerate(registries):
+            await registry.start()
+            await registry.register(record(f"w{i}"))
+        await asyncio.sleep(10)
+        hub.stop()
+        await asyncio.sleep(1000)
+        hub.start(wipe=True)
+        back = loop.time()
+        times: list[float] = []
+        async with hub.connect().watch() as events:
+            while len(times) < 50:
+                if not isinstance(await anext(events), Synced):
+                    times.append(loop.time() - back)
+        assert max(times) <= 10
+        # Over a twentieth of a lease: in any twentieth of that there are a few only.
+        assert all(sum(start <= time < start + 0.25 for time in times) < 15 for start in times)
+        for registry in registries:
+            await registry.aclose()
+
+    run(main)
+
+
 async def freeze(broker: MemoryBroker, registry: Registry, name: str) -> None:
     """What a SIGSTOP does: the connection stands, pings hang, nothing is renewed."""
 

@@ -320,6 +320,20 @@ async def test_default_policy_without_a_fitting_worker(cluster: Cluster) -> None
             pass
 
 
+@pytest.mark.parametrize("to", ["nobody", None])
+async def test_the_wait_for_a_worker_that_is_not_there_is_bounded(cluster: Cluster, to: str | None) -> None:
+    """dynamo 10580: the start waited for a worker that was gone. By connect_timeout, and by the stream's deadline."""
+    source = await cluster.worker("prefill-0", roles=("prefill",), config=RuntimeConfig(connect_timeout=0.1))
+    with pytest.raises(Refused if to is None else UnknownWorker):
+        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to=to, deadline=600):
+            raise AssertionError
+    source = await cluster.worker("prefill-1", roles=("prefill",), config=RuntimeConfig(connect_timeout=600))
+    async with asyncio.timeout(20):
+        with pytest.raises(DeadlineExceeded, match="while its destination was looked for"):
+            async with source.send("r", blocks=SOURCE, tokens=TOKENS, to=to, deadline=0.05):
+                raise AssertionError
+
+
 async def test_source_cancels(cluster: Cluster) -> None:
     source, destination = await pair(cluster)
     async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
