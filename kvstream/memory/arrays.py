@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Protocol, cast
@@ -18,7 +19,7 @@ from typing import Any, Final, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvstream.errors import ConfigError
+from kvstream.errors import ConfigError, KVStreamError
 from kvstream.memory.completion import COMPLETED, Completion
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "LayerMemory",
     "Region",
     "Spans",
+    "Staged",
     "describe",
     "disjoint",
     "grid_of",
@@ -254,6 +256,19 @@ class Spans:
         return list(zip(self.bases.tolist(), ends.tolist(), strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Some bytes of a device's staging (see `StagingSlab`). `array` is a view of them, of the device's library."""
+
+    address: int
+    nbytes: int
+    array: Any
+
+    def part(self, start: int, nbytes: int) -> Staged:
+        """A part of it."""
+        return Staged(self.address + start, nbytes, self.array[start : start + nbytes])
+
+
 class LayerMemory(Protocol):
     """The KV blocks of one layer, as bytes. Ids and shapes are the caller's responsibility."""
 
@@ -274,6 +289,14 @@ class LayerMemory(Protocol):
 
     def scatter_async(self, ids: Ids, data: Bytes, after: object | None) -> Completion:
         """As `scatter`, behind the device event `after`; `data` and the blocks are the device's until then."""
+        ...
+
+    def gather_staged(self, ids: Ids, out: Staged) -> Completion:
+        """As `gather_async`, into staging of the blocks' own device: one launch, and no copy to the host."""
+        ...
+
+    def scatter_staged(self, ids: Ids, data: Staged, after: object | None) -> Completion:
+        """As `scatter_async`, out of staging of the blocks' own device."""
         ...
 
 
@@ -298,6 +321,19 @@ class ArrayOps(Protocol):
 
     def passed(self, event: object) -> Completion:
         """When the device has passed `event`. On the event loop."""
+        ...
+
+    def staging(self, nbytes: int, sample: bytes) -> tuple[Staged, bool]:
+        """New memory of this device that other processes can be given, beginning with `sample`; and whether it is a
+        GPU's in the driver's own words. Raises KVStreamError where there is none."""
+        ...
+
+    def fetch(self, staged: Staged) -> tuple[Completion, Bytes]:
+        """A few bytes of staging in host memory, which has them after the completion."""
+        ...
+
+    def current(self) -> AbstractContextManager[object]:
+        """The device as the calling thread's current one."""
         ...
 
     def zeros(self, nbytes: int) -> Any:
@@ -388,6 +424,15 @@ class HostOps:
     def passed(self, event: object) -> Completion:
         raise ConfigError("event", "is of a GPU, and this pool is on the cpu; call when the layer is complete")
 
+    def staging(self, nbytes: int, sample: bytes) -> tuple[Staged, bool]:
+        raise KVStreamError("staging on a device is for pools on a GPU, and this one is on the cpu")
+
+    def fetch(self, staged: Staged) -> tuple[Completion, Bytes]:
+        raise KVStreamError("staging on a device is for pools on a GPU, and this one is on the cpu")
+
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def zeros(self, nbytes: int) -> Bytes:
         raw = np.empty(nbytes + _PAGE_BYTES, np.uint8)
         start = -raw.ctypes.data % _PAGE_BYTES
@@ -446,6 +491,12 @@ class _HostLayer:
     def scatter_async(self, ids: Ids, data: Bytes, after: object | None) -> Completion:
         self.scatter(ids, data)
         return COMPLETED
+
+    def gather_staged(self, ids: Ids, out: Staged) -> Completion:
+        raise KVStreamError("staging on a device is for pools on a GPU, and this one is on the cpu")
+
+    def scatter_staged(self, ids: Ids, data: Staged, after: object | None) -> Completion:
+        raise KVStreamError("staging on a device is for pools on a GPU, and this one is on the cpu")
 
 
 @dataclass(frozen=True, slots=True)
