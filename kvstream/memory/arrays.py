@@ -45,6 +45,7 @@ Ids = npt.NDArray[np.intp]
 # Temporaries of a gather from strided memory: small enough for the second-level cache.
 _CHUNK_BYTES: Final = 128 * 1024
 _PAGE_BYTES: Final = 4096
+_NO_STAGING: Final = "staging on a device is for pools on a GPU, and this one is on the cpu"
 
 _DLPACK_HOST: Final = (1, 3)  # kDLCPU, kDLCUDAHost
 _DLPACK_CUDA: Final = (2, 13)  # kDLCUDA, kDLCUDAManaged
@@ -328,6 +329,10 @@ class ArrayOps(Protocol):
         GPU's in the driver's own words. Raises KVStreamError where there is none."""
         ...
 
+    def store(self, staged: Staged, data: bytes) -> Completion:
+        """Fill a few bytes of staging."""
+        ...
+
     def fetch(self, staged: Staged) -> tuple[Completion, Bytes]:
         """A few bytes of staging in host memory, which has them after the completion."""
         ...
@@ -425,10 +430,13 @@ class HostOps:
         raise ConfigError("event", "is of a GPU, and this pool is on the cpu; call when the layer is complete")
 
     def staging(self, nbytes: int, sample: bytes) -> tuple[Staged, bool]:
-        raise KVStreamError("staging on a device is for pools on a GPU, and this one is on the cpu")
+        raise KVStreamError(_NO_STAGING)
+
+    def store(self, staged: Staged, data: bytes) -> Completion:
+        raise KVStreamError(_NO_STAGING)
 
     def fetch(self, staged: Staged) -> tuple[Completion, Bytes]:
-        raise KVStreamError("staging on a device is for pools on a GPU, and this one is on the cpu")
+        raise KVStreamError(_NO_STAGING)
 
     def current(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -493,10 +501,10 @@ class _HostLayer:
         return COMPLETED
 
     def gather_staged(self, ids: Ids, out: Staged) -> Completion:
-        raise KVStreamError("staging on a device is for pools on a GPU, and this one is on the cpu")
+        raise KVStreamError(_NO_STAGING)
 
     def scatter_staged(self, ids: Ids, data: Staged, after: object | None) -> Completion:
-        raise KVStreamError("staging on a device is for pools on a GPU, and this one is on the cpu")
+        raise KVStreamError(_NO_STAGING)
 
 
 @dataclass(frozen=True, slots=True)

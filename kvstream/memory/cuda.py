@@ -177,6 +177,15 @@ class CupyOps:
             kind = int(cupy.cuda.runtime.pointerGetAttributes(address).type)
         return Staged(address, nbytes, slab), kind == _DEVICE_MEMORY
 
+    def store(self, staged: Staged, data: bytes) -> Completion:
+        queue, cupy = self._gathers, self._cupy
+        runtime = cupy.cuda.runtime
+        with self._here():
+            memory = cupy.cuda.alloc_pinned_memory(len(data))
+            np.frombuffer(memory, np.uint8, len(data))[...] = np.frombuffer(data, np.uint8)
+            runtime.memcpyAsync(staged.address, memory.ptr, len(data), runtime.memcpyHostToDevice, queue.stream.ptr)
+            return queue.finish(memory, staged)
+
     def fetch(self, staged: Staged) -> tuple[Completion, Bytes]:
         queue, cupy = self._gathers, self._cupy
         runtime = cupy.cuda.runtime

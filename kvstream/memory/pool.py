@@ -243,6 +243,10 @@ class KVPool:
             self.check_event(after)
         return memory.scatter_staged(self._check_staged(block_ids, data), data, after)
 
+    def store(self, staged: Staged, data: bytes) -> Completion:
+        """Fill a few bytes of device staging."""
+        return self._ops.store(staged, data)
+
     def fetch(self, staged: Staged) -> tuple[Completion, npt.NDArray[np.uint8]]:
         """A few bytes of device staging, in host memory that has them after the completion."""
         return self._ops.fetch(staged)

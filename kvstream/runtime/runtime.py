@@ -29,6 +29,7 @@ from kvstream.layout import Shard
 from kvstream.log import get_logger
 from kvstream.memory import KVPool
 from kvstream.runtime.checks import instance, seconds, text, whole
+from kvstream.runtime.devices import Devices
 from kvstream.runtime.identity import Identity
 from kvstream.runtime.links import Links
 from kvstream.runtime.reports import RuntimeStats
@@ -146,6 +147,7 @@ class Runtime:
             transport = _ucx_transport(self._data_interface, self._lanes, self._staging, config.put_window)
             stack.push_async_callback(transport.aclose)
         transport.expose(streams.slabs)
+        devices = Devices(self.pool, config, transport, self._lanes, self._seams.token)
         links = Links(
             identity,
             transport,
@@ -157,6 +159,7 @@ class Runtime:
             on_mismatch=streams.fail_waiting,
             chunk_blocks=streams.chunk_blocks,
             borrows=self.pool.run_bytes > 0,
+            devices=devices,
         )
         streams.links = links
         stack.push_async_callback(links.close)
@@ -285,6 +288,9 @@ class Runtime:
             stale_frames=counters.stale_frames,
             protocol_errors=counters.protocol_errors,
             ended=tuple(counters.ended.items()),
+            device_staging_used=streams.links.devices.used,
+            device_staging_limit=streams.links.devices.limit,
+            devices=tuple(streams.links.device_paths()),
         )
 
     def send(

@@ -171,6 +171,8 @@ class _MemMapParams(Structure):
     LENGTH = 1 << 1
     FLAGS = 1 << 2
     PROT = 1 << 3
+    MEMORY_TYPE = 1 << 4
+    TYPE_CUDA = 1
     FLAG_NONBLOCK = 1 << 0
     PROT_LOCAL = 3
     PROT_REMOTE_READ = 1 << 8
@@ -429,11 +431,15 @@ class Ucp:
 
     # -- memory
 
-    def map_memory(self, context: int, address: int, nbytes: int, *, remote_write: bool) -> tuple[int, int]:
+    def map_memory(
+        self, context: int, address: int, nbytes: int, *, remote_write: bool, gpu: bool = False
+    ) -> tuple[int, int]:
         """Register memory that peers may read, and write where `remote_write`: as far as the transport can keep them
         from it, as RDMA can and CMA can't. Returns (status, memory handle). Pages are not touched by it."""
+        mask = _MemMapParams.ADDRESS | _MemMapParams.LENGTH | _MemMapParams.FLAGS | _MemMapParams.PROT
         params = _MemMapParams(
-            field_mask=_MemMapParams.ADDRESS | _MemMapParams.LENGTH | _MemMapParams.FLAGS | _MemMapParams.PROT,
+            field_mask=mask | (_MemMapParams.MEMORY_TYPE if gpu else 0),
+            memory_type=_MemMapParams.TYPE_CUDA if gpu else 0,
             address=address,
             length=nbytes,
             flags=_MemMapParams.FLAG_NONBLOCK,
@@ -465,11 +471,19 @@ class Ucp:
 
     # -- through ucxx
 
-    def open_worker(self, options: dict[str, str]) -> tuple[int, UcxxWorker]:
-        """A context of its own with one worker, in blocking-progress mode. Returns (context handle, worker)."""
+    def open_worker(self, options: dict[str, str], gpu_options: dict[str, str] | None = None) -> tuple[int, UcxxWorker]:
+        """A context of its own with one worker, in blocking-progress mode. Returns (context handle, worker).
+
+        `gpu_options` are of UCX's module for CUDA: without a CUDA driver it is not loaded, and does not know them.
+        """
         ucxx = _ucxx()
         features = (ucxx.Feature.AM, ucxx.Feature.RMA, ucxx.Feature.WAKEUP)
-        context = ucxx.UCXContext(options, feature_flags=features)
+        try:
+            context = ucxx.UCXContext({**options, **(gpu_options or {})}, feature_flags=features)
+        except ucxx.UCXXInvalidParamError:
+            if not gpu_options:
+                raise
+            context = ucxx.UCXContext(options, feature_flags=features)
         worker = as_type(UcxxWorker, ucxx.UCXWorker(context))
         worker.init_blocking_progress_mode()
         # The worker keeps its context alive.
