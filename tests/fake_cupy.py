@@ -93,6 +93,8 @@ class FakeCupy(ModuleType):
         self.registrations = 0
         """Calls of cudaHostRegister."""
         self.refuses_pinning = False
+        self.shares_pools = True
+        """Whether CUDA IPC can open what is not of a cudaMalloc of its own."""
         self.memory_left = 1 << 30
         """Bytes that cudaMalloc can still give."""
         self.launches: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
@@ -273,6 +275,12 @@ class FakeCupy(ModuleType):
                 raise CudaError(712)
             fake.registered[address] = nbytes, flags
 
+        def ipc_handle(address: int) -> bytes:
+            assert fake.current is not None
+            if not fake.shares_pools:
+                raise CudaError(1)
+            return b"handle"
+
         def query(busy: bool) -> int:
             return fake._error or (600 if busy else 0)
 
@@ -309,6 +317,7 @@ class FakeCupy(ModuleType):
                 streamQuery=lambda stream: query(bool(find(stream).queue or find(stream).busy)),
                 eventQuery=lambda event: query(bool(fake._events.get(event, 0))),
                 hostRegister=register,
+                ipcGetMemHandle=ipc_handle,
                 hostUnregister=self.registered.pop,
             ),
         )

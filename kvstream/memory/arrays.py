@@ -37,6 +37,7 @@ __all__ = [
     "grid_of",
     "import_cupy",
     "self_overlapping",
+    "spans_of",
 ]
 
 Bytes = npt.NDArray[np.uint8]
@@ -225,7 +226,7 @@ def _c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Blocks whose every part is one run of host memory: part p of block i is `nbytes` at bases[p] + i * steps[p]."""
+    """Blocks whose every part is one run of memory: part p of block i is `nbytes` at bases[p] + i * steps[p]."""
 
     bases: npt.NDArray[np.uint64]
     steps: npt.NDArray[np.uint64]
@@ -274,7 +275,7 @@ class LayerMemory(Protocol):
     """The KV blocks of one layer, as bytes. Ids and shapes are the caller's responsibility."""
 
     spans: Spans | None
-    """Where the blocks are in host memory; None where they are on a GPU, or in pieces."""
+    """Where the blocks are in memory; None where they are in pieces."""
 
     def gather(self, ids: Ids, out: Bytes) -> None:
         """Copy the blocks `ids` (n,) into `out` (n, block_bytes), C-contiguous host memory."""
@@ -335,6 +336,10 @@ class ArrayOps(Protocol):
 
     def fetch(self, staged: Staged) -> tuple[Completion, Bytes]:
         """A few bytes of staging in host memory, which has them after the completion."""
+        ...
+
+    def shareable(self, address: int) -> bool:
+        """Whether other processes can be given the allocation at this address."""
         ...
 
     def current(self) -> AbstractContextManager[object]:
@@ -437,6 +442,9 @@ class HostOps:
 
     def fetch(self, staged: Staged) -> tuple[Completion, Bytes]:
         raise KVStreamError(_NO_STAGING)
+
+    def shareable(self, address: int) -> bool:
+        return True
 
     def current(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -557,6 +565,11 @@ def _spans(parts: Sequence[Region], grids: Sequence[Grid]) -> Spans | None:
     bases = np.array([part.address for part in parts], np.uint64)
     steps = np.array([part.strides[0] for part in parts], np.uint64)
     return Spans(bases, steps, same.pop())
+
+
+def spans_of(parts: Sequence[Region]) -> Spans | None:
+    """Where the blocks are that consist of these parts, if each is one run."""
+    return _spans(parts, [grid_of(part, widest=8) for part in parts])
 
 
 def _columns(parts: Sequence[Region]) -> list[slice]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvstream.errors import ConfigError, KVStreamError
 from kvstream.log import get_logger
-from kvstream.memory.arrays import Bytes, Ids, LayerMemory, Region, Spans, Staged
+from kvstream.memory.arrays import Bytes, Ids, LayerMemory, Region, Spans, Staged, spans_of
 from kvstream.memory.completion import COMPLETED, Completion, DeviceCompletion
 from kvstream.memory.kernels import UNITS, Plan, source
 
@@ -195,6 +195,16 @@ class CupyOps:
             runtime.memcpyAsync(memory.ptr, staged.address, staged.nbytes, runtime.memcpyDeviceToHost, queue.stream.ptr)
             return queue.finish(memory, staged), np.frombuffer(memory, np.uint8, staged.nbytes)
 
+    def shareable(self, address: int) -> bool:
+        """Memory of cudaMallocAsync, of virtual address ranges (PyTorch's expandable segments) and managed memory can't
+        be opened by way of CUDA IPC: only what is within a cudaMalloc."""
+        try:
+            with self._cupy.cuda.Device(self._index):
+                self._cupy.cuda.runtime.ipcGetMemHandle(address)
+        except RuntimeError:
+            return False
+        return True
+
     def current(self) -> contextlib.AbstractContextManager[object]:
         return self._cupy.cuda.Device(self._index)
 
@@ -300,7 +310,7 @@ class _CupyLayer:
     __slots__ = ("_ops", "_placed", "spans")
 
     def __init__(self, ops: CupyOps, parts: Sequence[Region]) -> None:
-        self.spans: Spans | None = None
+        self.spans: Spans | None = spans_of(parts)
         self._ops = ops
         self._placed = ops.place(parts)
 

@@ -281,16 +281,16 @@ class KVPool:
 
     @property
     def run_bytes(self) -> int:
-        """The shortest run of host memory that any layer's blocks are made of (see `addresses`); 0 where a layer's
+        """The shortest run of memory that any layer's blocks are made of (see `addresses`); 0 where a layer's
         blocks are not made of equal runs."""
         return min((layer.spans.nbytes if layer.spans is not None else 0) for layer in self._layers)
 
     def addresses(self, layer: int, block_ids: TableIds) -> tuple[npt.NDArray[np.uint64], int] | None:
-        """Where the blocks `block_ids` (n,) of one layer are in this process's memory, in wire order: the addresses of
-        n * k runs of bytes, and the length of each run, k runs being one block.
+        """Where the blocks `block_ids` (n,) of one layer are in memory, of the host or the GPU, in wire order: the
+        addresses of n * k runs of bytes, and the length of each run, k runs being one block.
 
-        None where blocks are not made of equal runs of host memory: on a GPU, or with inner strides. Raises ConfigError
-        for a wrong layer or id.
+        None where blocks are not made of equal runs of memory: with inner strides. Raises ConfigError for a wrong layer
+        or id.
         """
         spans = self._layers[self._check_layer(layer)].spans
         if spans is None:
@@ -304,17 +304,23 @@ class KVPool:
 
     @property
     def slabs(self) -> list[tuple[int, int]]:
-        """The host memory within which `addresses` are, as (address, bytes) of each stretch: disjoint, ascending. For
-        who registers it as a whole; the pool keeps it alive. A stretch may hold bytes that are no block's."""
+        """The memory within which `addresses` are, as (address, bytes) of each stretch: disjoint, ascending. For who
+        registers it as a whole; the pool keeps it alive. A stretch may hold bytes that are no block's."""
         stretches: list[tuple[int, int]] = []
         for low, high in sorted(
             extent for layer in self._layers if layer.spans is not None for extent in layer.spans.extents(self.blocks)
         ):
-            if stretches and low <= stretches[-1][1]:
+            # On a GPU what merely touches stays apart: a stretch has to be within one allocation.
+            if stretches and low < stretches[-1][1] + (not self.is_device):
                 stretches[-1] = (stretches[-1][0], max(stretches[-1][1], high))
             else:
                 stretches.append((low, high))
         return [(low, high - low) for low, high in stretches]
+
+    @property
+    def shareable(self) -> bool:
+        """Whether other processes can be given what is in `slabs`: on a GPU that depends on how it was allocated."""
+        return all(self._ops.shareable(address) for address, _ in self.slabs)
 
     def check_blocks(self, ids: BlockIds, field: str = "blocks") -> npt.NDArray[np.intp]:
         """A caller's block table, validated once so that it can be trusted to be sane: a read-only copy, shape (n,).

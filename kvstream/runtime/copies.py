@@ -70,7 +70,8 @@ class Copies:
         self._loop = asyncio.get_running_loop()
         self._writing: dict[int, _Writing] = {}
         """By stream."""
-        self._run_bytes = 0 if streams.config.checksums else streams.pool.run_bytes
+        lendable = not streams.config.checksums and streams.pool.shareable
+        self._run_bytes = streams.pool.run_bytes if lendable else 0
         """Bytes of the runs that may be lent: none with checksums, for which the source has to touch every byte."""
         self._block_runs = streams.pool.layout.block_bytes // streams.pool.run_bytes if streams.pool.run_bytes else 0
 
@@ -81,8 +82,9 @@ class Copies:
 
     @property
     def slabs(self) -> list[Slab]:
-        """What the transport has to expose so that blocks can be lent on every lane; none where none would be."""
-        if self._run_bytes < self._config.get_lend_bytes:
+        """What has to be exposed so that blocks can be lent on every lane; none where none would be."""
+        # On a GPU short runs may be neighbours: who reads them there into one piece of staging can join them.
+        if self._run_bytes < (MIN_LENT_RUN if self._pool.is_device else self._config.get_lend_bytes):
             return []
         return [Slab(address, nbytes, self._pool) for address, nbytes in self._pool.slabs]
 
@@ -228,13 +230,23 @@ class Copies:
         self._streams.driver.pump()
 
     def _lends(self, connection: Connection) -> bool:
-        """Whether all blocks are lent on this connection: the peer can read them, and they are large enough."""
+        """Whether all blocks are lent on this connection: the peer can read them, and they are large enough. Of a GPU
+        it is for each chunk to say."""
+        if self._pool.is_device:
+            return False
         least = self._config.get_lend_bytes if connection.lane == "get" else self._config.lend_bytes
         return connection.lends and self._run_bytes >= least and connection.lent_runs >= self._block_runs
 
     def _pays(self, connection: Connection, command: Stage, ids: BlockPlan) -> bool:
         """Whether to lend this chunk: also small blocks, where the table has them in long stretches of memory. Joining
         these is up to who reads; on `get` each run is an operation, unless it is a neighbour on both sides."""
+        if self._pool.is_device:
+            return (
+                connection.lends_device
+                and self._run_bytes >= MIN_LENT_RUN
+                and len(ids) * self._block_runs <= connection.lent_runs
+                and self._pool.mean_run(command.layer, ids) >= self._config.device_lend_bytes
+            )
         if connection.lane == "get":
             # Layers may be registered each by itself, and a loan names few slabs.
             return command.layers == 1 and self._lends(connection)

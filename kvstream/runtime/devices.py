@@ -30,16 +30,10 @@ _log = get_logger("devices")
 class Devices:
     """For a pool on the CPU, or one whose lanes don't include `get`, there is nothing here, and nothing is offered."""
 
-    def __init__(
-        self,
-        pool: KVPool,
-        config: RuntimeConfig,
-        transport: Transport,
-        lanes: Sequence[Lane],
-        token: Callable[[int], bytes],
-    ) -> None:
-        """Takes the memory, and gives it to the transport: before that starts. Never raises for want of it."""
+    def __init__(self, pool: KVPool, config: RuntimeConfig, lanes: Sequence[Lane]) -> None:
         self._pool = pool
+        self._config = config
+        self._lanes = lanes
         self._slot_bytes = max(config.device_slot_bytes, pool.layout.block_bytes)
         self._slab: StagingSlab | None = None
         self._none = "its pool is on the cpu"
@@ -48,20 +42,22 @@ class Devices:
         self._refused: dict[Connection, str] = {}
         """Connections that might have gone from GPU to GPU, and why they do not."""
         self._timeout = min(_PROOF_SECONDS, config.connect_timeout / 2)
-        if not pool.is_device:
-            return
-        if "get" not in lanes:
-            self._none = "lane get is not allowed"
-        elif config.checksums:
-            self._none = "with checksums every byte goes by way of the host"
-        elif config.device_staging <= _SAMPLE_BYTES:
-            self._none = "device_staging is 0"
-        else:
-            self._allocate(config.device_staging, transport, token)
 
-    def _allocate(self, nbytes: int, transport: Transport, token: Callable[[int], bytes]) -> None:
+    def attach(self, transport: Transport, slabs: Sequence[Slab], token: Callable[[int], bytes]) -> None:
+        """For a pool on a GPU, before the transport starts: take the staging, and have the transport use it, and lend
+        out of `slabs`, where the pool's blocks are. Never raises for want of it."""
+        config = self._config
+        if "get" not in self._lanes:
+            self._none = "lane get is not allowed"
+            return
+        if config.checksums:
+            self._none = "with checksums every byte goes by way of the host"
+            return
+        if config.device_staging <= _SAMPLE_BYTES:
+            self._none = "there is none (device_staging)"
+            return
         try:
-            slab = self._pool.staging(nbytes, token(_SAMPLE_BYTES))
+            slab = self._pool.staging(config.device_staging, token(_SAMPLE_BYTES))
         except KVStreamError as error:
             self._none = f"no staging on the device: {error}"
             _log.warning("no staging on the device: all bytes go by way of the host", why=str(error))
@@ -70,6 +66,7 @@ class Devices:
         exposed = Slab(memory.address, memory.nbytes, memory.array, slab.is_gpu)
         if transport.attach_device(DeviceStaging(exposed, slab.sample, self._pool.current)):
             self._slab = slab
+            transport.expose([blocks._replace(gpu=slab.is_gpu) for blocks in slabs])
         else:
             self._none = f"the transport {transport.name} does not read the memory of GPUs"
 

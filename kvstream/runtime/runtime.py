@@ -146,8 +146,11 @@ class Runtime:
         if transport is None:
             transport = _ucx_transport(self._data_interface, self._lanes, self._staging, config.put_window)
             stack.push_async_callback(transport.aclose)
-        transport.expose(streams.slabs)
-        devices = Devices(self.pool, config, transport, self._lanes, self._seams.token)
+        devices = Devices(self.pool, config, self._lanes)
+        if self.pool.is_device:
+            devices.attach(transport, streams.slabs, self._seams.token)
+        else:
+            transport.expose(streams.slabs)
         links = Links(
             identity,
             transport,
@@ -158,7 +161,7 @@ class Runtime:
             self._lanes,
             on_mismatch=streams.fail_waiting,
             chunk_blocks=streams.chunk_blocks,
-            borrows=self.pool.run_bytes > 0,
+            borrows=not self.pool.is_device and self.pool.run_bytes > 0,
             devices=devices,
         )
         streams.links = links

@@ -20,6 +20,7 @@ from kvstream import DeadlineExceeded, KVLayout, KVPool, PeerLost, Runtime, Runt
 from kvstream.discovery import MemoryBroker, MemoryBrokerServer
 from kvstream.errors import Cancelled, KVStreamError
 from kvstream.transport import ucx
+from kvstream.transport._worker import Endpoint
 from kvstream.transport.base import Lane
 from kvstream.transport.ucx import UcxConnection
 from tests.fake_cupy import FakeCupy
@@ -144,6 +145,92 @@ async def test_several_streams_at_once(cupy: FakeCupy) -> None:
 
         await asyncio.gather(*(one(n) for n in range(8)))
         assert idle(*ends)
+
+
+# -- blocks that are lent where they are
+
+
+LENDING = msgspec.structs.replace(CONFIG, device_lend_bytes=LAYOUT.block_bytes)
+
+
+async def test_large_blocks_are_not_gathered(cupy: FakeCupy) -> None:
+    async with opened(configs=(LENDING, CONFIG)) as ends:
+        await stream(ends, "warm")
+        cupy.launches.clear()
+        await stream(ends)
+        assert launches(cupy, "gather") == 2 * LAYOUT.layers  # by which the bytes are compared
+        assert launches(cupy, "scatter") == 3 * LAYOUT.layers
+
+
+async def test_neighbours_are_read_as_one(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = msgspec.structs.replace(CONFIG, device_lend_bytes=2 * LAYOUT.block_bytes)
+    gets: list[int] = []
+    get_all = Endpoint.get_all
+
+    def counted(self: Endpoint, wanted: Any, done: Any) -> None:
+        gets.append(len(wanted))
+        get_all(self, wanted, done)
+
+    monkeypatch.setattr(Endpoint, "get_all", counted)
+    async with opened(configs=(config, config)) as ends:
+        await stream(ends, "warm")
+        source, destination = ends
+        for mine, gathers in (([4, 5, 8, 9], 0), ([4, 6, 9, 8], 2 * LAYOUT.layers)):
+            async with (
+                destination.receive("r", blocks=[3, 2, 1, 0], tokens=16) as rx,
+                source.send("r", blocks=mine, tokens=16, to="decode-0") as tx,
+            ):
+                gets.clear()
+                cupy.launches.clear()
+                for layer in range(LAYOUT.layers):
+                    tx.layer_ready(layer)
+                await tx.done()
+                await rx.done()
+                assert gets == [1] * 2 * LAYOUT.layers
+                assert launches(cupy, "gather") == gathers
+            assert content(destination.pool, [3, 2, 1, 0]) == content(source.pool, mine)
+
+
+@pytest.mark.parametrize("lanes", ["auto", "get"])
+async def test_device_blocks_are_not_lent_to_a_host(cupy: FakeCupy, lanes: Any) -> None:
+    config = msgspec.structs.replace(LENDING, lend_bytes=64, get_lend_bytes=64)
+    async with opened(("cuda:0", "cpu"), (config, config), lanes) as ends:
+        await stream(ends)
+
+
+async def test_memory_that_can_not_be_shared_is_gathered(cupy: FakeCupy) -> None:
+    cupy.shares_pools = False
+    async with opened(configs=(LENDING, CONFIG)) as ends:
+        cupy.launches.clear()
+        assert await stream(ends) == "get"
+        assert launches(cupy, "gather") == 3 * LAYOUT.layers + 2 * LAYOUT.layers
+
+
+async def test_blocks_reused_while_they_are_read_do_not_count(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(configs=(LENDING, CONFIG)) as ends:
+        await stream(ends, "warm")
+        source, destination = ends
+        borrow = UcxConnection.borrow
+        reading = asyncio.Event()
+
+        def borrowed(self: UcxConnection, lent: Any, local: Any) -> asyncio.Future[None]:
+            if not reading.is_set():
+                reading.set()
+                tx.cancel()
+                assert not tx.lent, "taken back before the user heard of the end"
+            return borrow(self, lent, local)
+
+        monkeypatch.setattr(UcxConnection, "borrow", borrowed)
+        async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
+            async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+                tx.layer_ready(0)
+                with pytest.raises(Cancelled):
+                    await tx._report()
+            with pytest.raises(Cancelled):
+                await rx.done()
+        assert not rx.layers_arrived
+        await until(lambda: idle(*ends))
+        await stream(ends, "after")
 
 
 # -- by way of the host
