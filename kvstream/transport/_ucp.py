@@ -7,6 +7,7 @@ while posting: with a Python compute thread in the process every release can cos
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
@@ -474,16 +475,15 @@ class Ucp:
     def open_worker(self, options: dict[str, str], gpu_options: dict[str, str] | None = None) -> tuple[int, UcxxWorker]:
         """A context of its own with one worker, in blocking-progress mode. Returns (context handle, worker).
 
-        `gpu_options` are of UCX's module for CUDA: without a CUDA driver it is not loaded, and does not know them.
+        `gpu_options` are of UCX's module for CUDA, without which they are left out: it is loaded with the process's
+        first context, and only where there is a CUDA driver.
         """
         ucxx = _ucxx()
         features = (ucxx.Feature.AM, ucxx.Feature.RMA, ucxx.Feature.WAKEUP)
-        try:
-            context = ucxx.UCXContext({**options, **(gpu_options or {})}, feature_flags=features)
-        except ucxx.UCXXInvalidParamError:
-            if not gpu_options:
-                raise
-            context = ucxx.UCXContext(options, feature_flags=features)
+        context = ucxx.UCXContext(options, feature_flags=features)
+        if gpu_options:
+            with contextlib.suppress(ucxx.UCXInvalidParamError):
+                context = ucxx.UCXContext({**options, **gpu_options}, feature_flags=features)
         worker = as_type(UcxxWorker, ucxx.UCXWorker(context))
         worker.init_blocking_progress_mode()
         # The worker keeps its context alive.
