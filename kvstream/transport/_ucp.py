@@ -282,6 +282,7 @@ class Ucp:
         self._rkey_pack = function("ucp_rkey_pack", status, c_void_p, c_void_p, POINTER(c_void_p), POINTER(c_size_t))
         self._rkey_buffer_release = function("ucp_rkey_buffer_release", None, c_void_p)
         self._rkey_unpack = function("ucp_ep_rkey_unpack", status, c_void_p, c_char_p, POINTER(c_void_p))
+        self._rkey_ptr = function("ucp_rkey_ptr", status, c_void_p, c_uint64, POINTER(c_void_p))
         self._put = function("ucp_put_nbx", c_void_p, c_void_p, c_void_p, c_size_t, c_uint64, c_void_p, params)
         self._get = function("ucp_get_nbx", c_void_p, c_void_p, c_void_p, c_size_t, c_uint64, c_void_p, params)
 
@@ -469,6 +470,11 @@ class Ucp:
         # UCX reads lengths out of the buffer and trusts them: zeros after a short one end its reading.
         status = self._rkey_unpack(endpoint, packed + bytes(1024), byref(rkey))
         return status, rkey.value or 0
+
+    def map_remote(self, rkey: int, address: int) -> int:
+        """Map the memory behind a remote key into this process, as CUDA IPC can. Returns the status alone."""
+        pointer = c_void_p()
+        return self._rkey_ptr(rkey, address, byref(pointer))
 
     # -- through ucxx
 

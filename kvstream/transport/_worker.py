@@ -217,6 +217,11 @@ class Endpoint:
         self._state.rkeys.add(rkey)
         return rkey
 
+    def map_remote(self, rkey: int, address: int) -> int:
+        """Whether the peer's memory at `address` can be mapped into this process: a status."""
+        with self.worker.around():
+            return self._state.ucp.map_remote(rkey, address)
+
     def send(self, message: bytes, done: Callable[[int], None]) -> None:
         key = self._begin(done, message)
         self._posted(key, *self._state.ucp.send(self._handle, _AM_ID, message, self._state.params, key))

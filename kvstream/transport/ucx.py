@@ -504,8 +504,15 @@ class UcxConnection(Connection):
             else:
                 _fail_quietly(future, PeerLost(f"{self.peer_address}: {self._owner.words(status)}"))
 
+        if self.lost:
+            _fail_quietly(future, PeerLost(f"{self.peer_address}: the connection is closed"))
+            return future
         try:
             key = self._unpack(device.rkey)
+            # What can't be read directly UCX has the peer's processor copy into messages, sooner or later.
+            status = self._endpoint.map_remote(key, device.address) if device.gpu else _ucp.OK
+            if status != _ucp.OK:
+                raise PeerLost(f"{self.peer_address}: its GPU's memory can't be mapped: {self._owner.words(status)}")
             self._endpoint.get_all([(address, len(device.sample), device.address, key)], ended)
         except KVStreamError as error:
             _fail_quietly(future, error)

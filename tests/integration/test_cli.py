@@ -355,7 +355,8 @@ def test_workers_of_a_frozen_server(start: Start, run: Run) -> None:
 
 NAMES = [
     "python", "kvstream", "uvloop", "ucx", "transports", "rdma", "gpu to gpu", "lane shared", "lane get", "lane put",
-    "round trip", "cuda", "nats-server", "server", "nats", "shared memory", "ptrace", "memlock", "descriptors", "cpus", "demo model",
+    "round trip", "cuda", "nats-server", "server", "nats", "shared memory", "ptrace", "memlock", "descriptors", "cpus",
+    "demo model",
 ]  # fmt: skip
 
 
