@@ -8,8 +8,9 @@ or failed.
 
     probes        CUDA IPC and CMA between two processes; UCX's transports
     correctness   the kernels against NumPy; KVPool; streams between runtimes, over each lane; in two processes: gather
-                  -> staging -> one-sided get by UCX -> scatter
-    bandwidth     by block size, shuffled tables, against the copy bandwidth of the device; and staged through the host
+                  -> staging -> one-sided get by UCX -> scatter; and streams, whose bytes should stay on the GPU
+    bandwidth     by block size, shuffled tables, against the copy bandwidth of the device; and staged through the host;
+                  streams between two processes: on the GPU, lent from where the blocks are, and through the host
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.cuda_raw import Cuda, CudaError, Unavailable
-from kvstream import KVLayout, KVPool, Runtime
+from benchmarks.gpu_peers import Transfer, receive_streams, serve_streams
+from kvstream import KVLayout, KVPool, Runtime, RuntimeConfig
 from kvstream.discovery import MemoryBroker, MemoryBrokerServer
 from kvstream.errors import ConfigError, KVStreamError
 from kvstream.memory.arrays import describe
@@ -46,7 +49,7 @@ from kvstream.transport._host import read_process
 from kvstream.transport._worker import Endpoint, UcpWorker
 from kvstream.transport.base import LANES, Lane, Slab
 
-KiB, MiB = 1 << 10, 1 << 20
+KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 BLOCK_SIZES = (4 * KiB, 16 * KiB, 64 * KiB, 256 * KiB, 1 * MiB)
 CHUNK = 8 * MiB
 UCX_OPTIONS: Mapping[str, Mapping[str, str]] = {
@@ -54,8 +57,21 @@ UCX_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "UCX's defaults": {"NET_DEVICES": "lo"},
 }
 
+PEER_WAYS: Mapping[str, tuple[Mapping[str, int], tuple[int, ...]]] = {
+    "staged on the GPU": ({"device_lend_bytes": GiB}, BLOCK_SIZES),
+    "staged by 32 MiB": ({"device_lend_bytes": GiB, "device_slot_bytes": 32 * MiB}, BLOCK_SIZES[::2]),
+    "lent in place": ({"device_lend_bytes": 64}, BLOCK_SIZES[2:]),
+    "through the host": ({"device_staging": 0}, BLOCK_SIZES[::4]),
+}
+"""What the runtimes in two processes are told, and by which blocks each is measured: `device_lend_bytes` belongs where
+the third overtakes the first."""
+
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.intp]
+GPU_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "as kvstream sets it": {"CUDA_IPC_ENABLE_GET_ZCOPY": "y"},
+    "UCX's defaults": {},
+}
 Facts = dict[str, Any]
 """What a step has found out, for the JSON."""
 
@@ -595,6 +611,31 @@ def _same(what: str, found: Bytes, expected: Bytes) -> None:
         raise Wrong(f"{what}: {int((found != expected).sum())} of {expected.size} bytes differ")
 
 
+def check_peers(transfer: Transfer, *, on_device: bool, copy_gbps: float | None = None) -> Facts:
+    """Two processes, a runtime in each: whole streams, announced and confirmed; byte-exact."""
+    _load_ucx()
+    try:
+        with second_process(serve_streams, transfer) as conn:
+            found = asyncio.run(receive_streams(conn, transfer, rounds=5))
+    except ConfigError as error:
+        raise Skip(str(error)) from error
+    if found.wrong_layers:
+        raise Wrong(f"layers {found.wrong_layers} are not what was sent")
+    if on_device and not found.on_device:
+        raise Wrong(f"the bytes did not stay on the device: {found.why}")
+    best, median = min(found.seconds), sorted(found.seconds)[len(found.seconds) // 2]
+    facts: Facts = {
+        "lane": found.lane,
+        "on_device": found.on_device,
+        "gbps": _gbps(transfer.nbytes, best),
+        "median_gbps": _gbps(transfer.nbytes, median),
+        "first_ms": round(1e3 * found.seconds[0], 1),
+    }
+    if copy_gbps:
+        facts["of_copy"] = round(facts["gbps"] / copy_gbps, 2)
+    return facts
+
+
 def check_get(on_gpu: bool, options: str, blocks: int, block_bytes: int) -> Facts:
     """Two processes: gather into registered staging there, ucp_get into the staging here, scatter; byte-exact."""
     return asyncio.run(_get_stream(on_gpu, options, blocks, block_bytes))
@@ -608,7 +649,7 @@ async def _get_stream(on_gpu: bool, options: str, blocks: int, block_bytes: int)
     sources = tables(blocks, block_bytes, seed=21)
     with second_process(_serve_get, on_gpu, options, blocks, block_bytes) as conn:
         port, remote, packed = answer(conn, 30)
-        worker = UcpWorker(ucp, asyncio.get_running_loop(), dict(UCX_OPTIONS[options]))
+        worker = _open_worker(ucp, options)
         try:
             endpoint = worker.connect("127.0.0.1", port)
             lost: list[str] = []
@@ -650,6 +691,11 @@ async def _get_stream(on_gpu: bool, options: str, blocks: int, block_bytes: int)
     }
 
 
+def _open_worker(ucp: _ucp.Ucp, options: str) -> UcpWorker:
+    loop = asyncio.get_running_loop()
+    return UcpWorker(ucp, loop, dict(UCX_OPTIONS[options]), gpu_options=GPU_OPTIONS[options])
+
+
 async def _get(
     endpoint: Endpoint, local: int, remote: int, rkey: int, lost: list[str], offset: int, nbytes: int
 ) -> None:
@@ -684,7 +730,7 @@ def _serve_get(conn: Connection, on_gpu: bool, options: str, blocks: int, block_
 async def _serve_staging(conn: Connection, on_gpu: bool, options: str, blocks: int, block_bytes: int) -> None:
     side = open_side(on_gpu, blocks, block_bytes, blocks * block_bytes, seed=11)
     chunks = tables(blocks, block_bytes, seed=21)
-    worker = UcpWorker(_ucp.load(), asyncio.get_running_loop(), dict(UCX_OPTIONS[options]))
+    worker = _open_worker(_ucp.load(), options)
     try:
         region = worker.register(Slab.of(side.staging))
         worker.on_endpoint = lambda _: None
@@ -780,6 +826,13 @@ def _gbps(nbytes: int, seconds: float) -> float:
     return round(nbytes / seconds / 1e9, 2)
 
 
+def _transfer(device: str, nbytes: int, block_bytes: int, changes: Mapping[str, int]) -> Transfer:
+    layers = 16
+    blocks = max(1, nbytes // layers // block_bytes)
+    config = msgspec.structs.replace(RuntimeConfig(device_staging=GiB), **changes)
+    return Transfer(device, layers, blocks, block_bytes, config)
+
+
 # --- all of it --------------------------------------------------------------------------------------------------
 
 
@@ -804,6 +857,8 @@ def check(seconds: float, nbytes: int) -> Facts:
     run.step("pool", functools.partial(check_pool, on_gpu))
     for lane in LANES:
         run.step(f"stream, {lane}", functools.partial(check_stream, on_gpu, lane))
+    peers = _transfer("cuda:0" if on_gpu else "cpu", 16 * MiB, 64 * KiB, {})
+    run.step("peers", functools.partial(check_peers, peers, on_device=on_gpu))
     for options in UCX_OPTIONS:
         run.step(f"get, {options}", functools.partial(check_get, kernels, options, 64, 64 * KiB))
     best = max(UCX_OPTIONS, key=lambda options: run.steps.get(f"get, {options}", {}).get("get_gbps", 0.0))
@@ -812,6 +867,14 @@ def check(seconds: float, nbytes: int) -> Facts:
         for block_bytes in BLOCK_SIZES:
             name = f"blocks of {block_bytes // KiB} KiB"
             run.step(name, functools.partial(measure_blocks, nbytes, block_bytes, copies.get("device_gbps")))
+        for way, (changes, sizes) in PEER_WAYS.items():
+            for block_bytes in sizes:
+                transfer = _transfer("cuda:0", nbytes, block_bytes, changes)
+                on_device = transfer.config.device_staging > 0
+                check_it = functools.partial(
+                    check_peers, transfer, on_device=on_device, copy_gbps=copies.get("device_gbps")
+                )
+                run.step(f"peers, {way}, blocks of {block_bytes // KiB} KiB", check_it, at_most=20.0)
         for block_bytes in BLOCK_SIZES:
             name = f"get, blocks of {block_bytes // KiB} KiB"
             run.step(name, functools.partial(check_get, True, best, nbytes // block_bytes, block_bytes))

@@ -43,6 +43,16 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     checksums: bool = False
     """Send the XXH3 of every chunk, which the destination compares before the chunk counts. Turns lending off: what is
     read in place is not touched by the source. The peer needs no setting."""
+    device_staging: int = 256 * MiB
+    """Pools on a GPU: how much memory of it is set aside as staging when the runtime starts, for peers on this host
+    whose pools are on a GPU too: their bytes then never leave the devices. Each connection takes slots *
+    device_slot_bytes of it, on its source and on its destination; who finds none left goes by way of the host. 0: none.
+    """
+    device_slot_bytes: int = 8 * MiB
+    """The chunks of such a connection: each is a launch, a copy and a launch, whose fixed costs it has to outweigh."""
+    device_lend_bytes: int = MiB
+    """On such a connection blocks that lie in runs of at least this many bytes in memory are read where they are, each
+    run by a copy of its own. Estimated, not measured: what a gather saves there is paid for in copies that begin."""
     staging_limit: int = 4096 * MiB
     """Cap on the staging memory of all connections of the process, quarantined memory included: slots * slot_bytes per
     connection on its source, and on its destination too for the lanes get and put. Pages are taken when first used."""
@@ -127,18 +137,21 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(value, bool) or not isinstance(value, int if field.type is int else int | float):
                 kind = "an integer" if field.type is int else "a number"
                 raise ConfigError(field.name, f"must be {kind}, is {value!r}")
+            if field.name == "device_staging" and value == 0:
+                continue
             if not 0 < value < math.inf:
                 raise ConfigError(field.name, f"must be finite and greater than zero, is {value}")
         for field, limit in (
             ("slots", 4096),
             ("slot_bytes", 1 << 30),
+            ("device_slot_bytes", 1 << 30),
             ("lend_chunk", 1 << 30),
             ("put_window", 1 << 40),
             ("max_streams", 1 << 24),
         ):
             if getattr(self, field) > limit:
                 raise ConfigError(field, f"must be at most {limit}, is {getattr(self, field)}")
-        for field in ("lend_bytes", "get_lend_bytes"):
+        for field in ("lend_bytes", "get_lend_bytes", "device_lend_bytes"):
             if getattr(self, field) < 64:
                 raise ConfigError(field, f"must be at least 64, is {getattr(self, field)}")
         if self.put_window < 64 << 10:

@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -25,7 +26,12 @@ __all__ = ["DeviceArray", "FakeCupy", "OnDevice"]
 
 
 class DeviceArray(np.ndarray[Any, Any]):
-    """As cupy.ndarray: never mixes with NumPy arrays by itself."""
+    """As cupy.ndarray: never mixes with NumPy arrays by itself. `owner` is the memory, if it is one of its own."""
+
+    owner: Any = None
+
+    def __array_finalize__(self, parent: Any) -> None:
+        self.owner = getattr(parent, "owner", None)
 
     def __getitem__(self, index: Any) -> Any:
         assert not isinstance(index, np.ndarray) or isinstance(index, DeviceArray)
@@ -87,6 +93,10 @@ class FakeCupy(ModuleType):
         self.registrations = 0
         """Calls of cudaHostRegister."""
         self.refuses_pinning = False
+        self.shares_pools = True
+        """Whether CUDA IPC can open what is not of a cudaMalloc of its own."""
+        self.memory_left = 1 << 30
+        """Bytes that cudaMalloc can still give."""
         self.launches: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         self.host_functions = 0
         self._thread_state = threading.local()
@@ -265,13 +275,33 @@ class FakeCupy(ModuleType):
                 raise CudaError(712)
             fake.registered[address] = nbytes, flags
 
+        def ipc_handle(address: int) -> bytes:
+            assert fake.current is not None
+            if not fake.shares_pools:
+                raise CudaError(1)
+            return b"handle"
+
         def query(busy: bool) -> int:
             return fake._error or (600 if busy else 0)
 
         def pinned(nbytes: int) -> Any:
             return np.full(nbytes, 0xEE, np.uint8).view(_Pinned)
 
+        class Memory:
+            """A cudaMalloc. It is host memory, and the driver says so: other processes get at it as at such."""
+
+            def __init__(self, nbytes: int) -> None:
+                assert fake.current is not None
+                fake._check()
+                if nbytes > fake.memory_left:
+                    raise CudaError(2)
+                fake.memory_left -= nbytes
+                self.array = np.full(nbytes, 0xEE, np.uint8)
+                weakref.finalize(self, fake._freed, nbytes).atexit = False
+
         self.cuda = SimpleNamespace(
+            Memory=Memory,
+            MemoryPointer=lambda memory, offset: (memory, offset),
             Device=Device,
             Stream=Stream,
             Event=Event,
@@ -279,7 +309,7 @@ class FakeCupy(ModuleType):
             alloc_pinned_memory=pinned,
             runtime=SimpleNamespace(
                 getDeviceCount=lambda: self.gpus,
-                pointerGetAttributes=lambda _: SimpleNamespace(device=1),
+                pointerGetAttributes=lambda _: SimpleNamespace(device=1, type=1),
                 memcpyHostToDevice=1,
                 memcpyDeviceToHost=2,
                 memcpyAsync=memcpy_async,
@@ -287,6 +317,7 @@ class FakeCupy(ModuleType):
                 streamQuery=lambda stream: query(bool(find(stream).queue or find(stream).busy)),
                 eventQuery=lambda event: query(bool(fake._events.get(event, 0))),
                 hostRegister=register,
+                ipcGetMemHandle=ipc_handle,
                 hostUnregister=self.registered.pop,
             ),
         )
@@ -313,6 +344,15 @@ class FakeCupy(ModuleType):
                 return launch
 
         self.RawModule = RawModule
+
+    def _freed(self, nbytes: int) -> None:
+        self.memory_left += nbytes
+
+    def ndarray(self, n: int, dtype: Any, pointer: Any) -> DeviceArray:
+        memory, offset = pointer
+        array = memory.array[offset : offset + n].view(dtype).view(DeviceArray)
+        array.owner = memory
+        return array
 
     def zeros(self, n: int, dtype: Any) -> DeviceArray:
         assert self.current is not None

@@ -37,7 +37,7 @@ __all__ = [
     "try_ucx",
 ]
 
-UCX_CHECKS = ("ucx", "transports", "rdma")
+UCX_CHECKS = ("ucx", "transports", "rdma", "gpu to gpu")
 LANE_CHECKS = ("lane shared", "lane get", "lane put", "round trip")
 NATS_CHECKS = ("server", "nats")
 
@@ -66,13 +66,19 @@ async def try_ucx() -> list[Check]:
             Check("ucx", "fail", _without_remedy(error), _INSTALL_UCX),
             Check("transports", "fail", "not known: UCX can't be loaded", "see ucx"),
             _judge_rdma((), rdma_devices()),
+            judge_gpus((), gpu=_has_gpu()),
         ]
     transports = Check("transports", "ok", ", ".join(report.transports))
     if "tcp" not in report.transports:
         transports = Check("transports", "fail", f"no tcp among {', '.join(report.transports)}", "unset UCX_TLS")
     elif report.cma:
         transports = Check("transports", "warn", f"{transports.found}; cma is refused: {report.cma}", "see ptrace")
-    return [judge_ucx(report, packages), transports, _judge_rdma(report.transports, rdma_devices())]
+    return [
+        judge_ucx(report, packages),
+        transports,
+        _judge_rdma(report.transports, rdma_devices()),
+        judge_gpus(report.transports, gpu=_has_gpu()),
+    ]
 
 
 def judge_ucx(report: LaneReport, packages: Mapping[str, str]) -> Check:
@@ -110,6 +116,21 @@ def _judge_rdma(transports: Sequence[str], devices: Sequence[str]) -> Check:
             f"{_SYSTEM_UCX}; in a container: --device=/dev/infiniband and memlock unlimited",
         )
     return Check("rdma", "ok", f"{', '.join(devices)}, by UCX's {', '.join(filter(_RDMA_TRANSPORT.match, transports))}")
+
+
+def judge_gpus(transports: Sequence[str], *, gpu: bool) -> Check:
+    """Whether bytes may go from one process's GPU memory to another's; each connection proves it for itself."""
+    if not gpu:
+        return Check("gpu to gpu", "ok", "no NVIDIA GPU here")
+    if "cuda_ipc" not in transports:
+        return Check(
+            "gpu to gpu",
+            "warn",
+            "UCX has no cuda_ipc here: between pools on GPUs bytes go by way of the host",
+            "install the ucxx that fits the driver's CUDA: [cu12] or [cu13]; unset UCX_TLS",
+        )
+    found = "UCX has cuda_ipc: bytes can stay on the GPUs of this host; Runtime.stats().devices says where they do"
+    return Check("gpu to gpu", "ok", found)
 
 
 async def try_lanes() -> list[Check]:
@@ -156,6 +177,11 @@ def _without_remedy(error: KVStreamError) -> str:
 
 # -- CUDA
 
+
+def _has_gpu() -> bool:
+    return bool(glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dxg"))
+
+
 _ASK_CUPY = """
 import cupy
 runtime = cupy.cuda.runtime
@@ -167,7 +193,7 @@ print("cupy", cupy.__version__, "on", ", ".join(names))
 
 async def try_cuda() -> Check:
     """A pool on a GPU needs CuPy and a driver; one in host memory needs neither."""
-    gpu = bool(glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dxg"))
+    gpu = _has_gpu()
     cupy = importlib.util.find_spec("cupy") is not None
     if not gpu:
         words = "CuPy is installed and not used" if cupy else "no CuPy"

@@ -52,6 +52,7 @@ class DataAddress(msgspec.Struct, frozen=True, kw_only=True):
     host_id: _Short
     scope: _Short = "loopback"
     get_port: _Port = 0
+    device: bool = False
 
 
 class Load(msgspec.Struct, frozen=True):

@@ -7,5 +7,6 @@ a peer and knows nothing of streams.
 from kvstream.memory.blocks import BlockAllocator
 from kvstream.memory.plan import BlockPlan
 from kvstream.memory.pool import KVPool
+from kvstream.memory.staging import StagingLease, StagingSlab
 
-__all__ = ["BlockAllocator", "BlockPlan", "KVPool"]
+__all__ = ["BlockAllocator", "BlockPlan", "KVPool", "StagingLease", "StagingSlab"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Protocol, cast
@@ -18,7 +19,7 @@ from typing import Any, Final, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvstream.errors import ConfigError
+from kvstream.errors import ConfigError, KVStreamError
 from kvstream.memory.completion import COMPLETED, Completion
 
 __all__ = [
@@ -30,11 +31,13 @@ __all__ = [
     "LayerMemory",
     "Region",
     "Spans",
+    "Staged",
     "describe",
     "disjoint",
     "grid_of",
     "import_cupy",
     "self_overlapping",
+    "spans_of",
 ]
 
 Bytes = npt.NDArray[np.uint8]
@@ -43,6 +46,7 @@ Ids = npt.NDArray[np.intp]
 # Temporaries of a gather from strided memory: small enough for the second-level cache.
 _CHUNK_BYTES: Final = 128 * 1024
 _PAGE_BYTES: Final = 4096
+_NO_STAGING: Final = "staging on a device is for pools on a GPU, and this one is on the cpu"
 
 _DLPACK_HOST: Final = (1, 3)  # kDLCPU, kDLCUDAHost
 _DLPACK_CUDA: Final = (2, 13)  # kDLCUDA, kDLCUDAManaged
@@ -222,7 +226,7 @@ def _c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Blocks whose every part is one run of host memory: part p of block i is `nbytes` at bases[p] + i * steps[p]."""
+    """Blocks whose every part is one run of memory: part p of block i is `nbytes` at bases[p] + i * steps[p]."""
 
     bases: npt.NDArray[np.uint64]
     steps: npt.NDArray[np.uint64]
@@ -254,11 +258,24 @@ class Spans:
         return list(zip(self.bases.tolist(), ends.tolist(), strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Some bytes of a device's staging (see `StagingSlab`). `array` is a view of them, of the device's library."""
+
+    address: int
+    nbytes: int
+    array: Any
+
+    def part(self, start: int, nbytes: int) -> Staged:
+        """A part of it."""
+        return Staged(self.address + start, nbytes, self.array[start : start + nbytes])
+
+
 class LayerMemory(Protocol):
     """The KV blocks of one layer, as bytes. Ids and shapes are the caller's responsibility."""
 
     spans: Spans | None
-    """Where the blocks are in host memory; None where they are on a GPU, or in pieces."""
+    """Where the blocks are in memory; None where they are in pieces."""
 
     def gather(self, ids: Ids, out: Bytes) -> None:
         """Copy the blocks `ids` (n,) into `out` (n, block_bytes), C-contiguous host memory."""
@@ -274,6 +291,14 @@ class LayerMemory(Protocol):
 
     def scatter_async(self, ids: Ids, data: Bytes, after: object | None) -> Completion:
         """As `scatter`, behind the device event `after`; `data` and the blocks are the device's until then."""
+        ...
+
+    def gather_staged(self, ids: Ids, out: Staged) -> Completion:
+        """As `gather_async`, into staging of the blocks' own device: one launch, and no copy to the host."""
+        ...
+
+    def scatter_staged(self, ids: Ids, data: Staged, after: object | None) -> Completion:
+        """As `scatter_async`, out of staging of the blocks' own device."""
         ...
 
 
@@ -298,6 +323,27 @@ class ArrayOps(Protocol):
 
     def passed(self, event: object) -> Completion:
         """When the device has passed `event`. On the event loop."""
+        ...
+
+    def staging(self, nbytes: int, sample: bytes) -> tuple[Staged, bool]:
+        """New memory of this device that other processes can be given, beginning with `sample`; and whether it is a
+        GPU's in the driver's own words. Raises KVStreamError where there is none."""
+        ...
+
+    def store(self, staged: Staged, data: bytes) -> Completion:
+        """Fill a few bytes of staging."""
+        ...
+
+    def fetch(self, staged: Staged) -> tuple[Completion, Bytes]:
+        """A few bytes of staging in host memory, which has them after the completion."""
+        ...
+
+    def shareable(self, address: int) -> bool:
+        """Whether other processes can be given the allocation at this address."""
+        ...
+
+    def current(self) -> AbstractContextManager[object]:
+        """The device as the calling thread's current one."""
         ...
 
     def zeros(self, nbytes: int) -> Any:
@@ -388,6 +434,21 @@ class HostOps:
     def passed(self, event: object) -> Completion:
         raise ConfigError("event", "is of a GPU, and this pool is on the cpu; call when the layer is complete")
 
+    def staging(self, nbytes: int, sample: bytes) -> tuple[Staged, bool]:
+        raise KVStreamError(_NO_STAGING)
+
+    def store(self, staged: Staged, data: bytes) -> Completion:
+        raise KVStreamError(_NO_STAGING)
+
+    def fetch(self, staged: Staged) -> tuple[Completion, Bytes]:
+        raise KVStreamError(_NO_STAGING)
+
+    def shareable(self, address: int) -> bool:
+        return True
+
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def zeros(self, nbytes: int) -> Bytes:
         raw = np.empty(nbytes + _PAGE_BYTES, np.uint8)
         start = -raw.ctypes.data % _PAGE_BYTES
@@ -447,6 +508,12 @@ class _HostLayer:
         self.scatter(ids, data)
         return COMPLETED
 
+    def gather_staged(self, ids: Ids, out: Staged) -> Completion:
+        raise KVStreamError(_NO_STAGING)
+
+    def scatter_staged(self, ids: Ids, data: Staged, after: object | None) -> Completion:
+        raise KVStreamError(_NO_STAGING)
+
 
 @dataclass(frozen=True, slots=True)
 class _RowTable:
@@ -498,6 +565,11 @@ def _spans(parts: Sequence[Region], grids: Sequence[Grid]) -> Spans | None:
     bases = np.array([part.address for part in parts], np.uint64)
     steps = np.array([part.strides[0] for part in parts], np.uint64)
     return Spans(bases, steps, same.pop())
+
+
+def spans_of(parts: Sequence[Region]) -> Spans | None:
+    """Where the blocks are that consist of these parts, if each is one run."""
+    return _spans(parts, [grid_of(part, widest=8) for part in parts])
 
 
 def _columns(parts: Sequence[Region]) -> list[slice]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvstream.errors import ConfigError, KVStreamError
 from kvstream.log import get_logger
-from kvstream.memory.arrays import Bytes, Ids, LayerMemory, Region, Spans
+from kvstream.memory.arrays import Bytes, Ids, LayerMemory, Region, Spans, Staged, spans_of
 from kvstream.memory.completion import COMPLETED, Completion, DeviceCompletion
 from kvstream.memory.kernels import UNITS, Plan, source
 
@@ -30,6 +30,7 @@ _NOT_READY: Final = 600
 _ALREADY_REGISTERED: Final = 712
 _PORTABLE: Final = 1
 _READ_ONLY: Final = 8
+_DEVICE_MEMORY: Final = 2  # of cudaMemoryType
 
 _WATCHES: Final = 4
 _LOOK_SECONDS: Final = 1.0
@@ -159,6 +160,54 @@ class CupyOps:
         release = weakref.finalize(area, _unpin, weakref.ref(self), runtime, address, registered)
         release.atexit = False
 
+    # -- staging on the device
+
+    def staging(self, nbytes: int, sample: bytes) -> tuple[Staged, bool]:
+        cupy = self._cupy
+        with self._here():
+            # Not from CuPy's pools: whoever opens an allocation in another process is given all of it, which must be
+            # nothing but staging; and what a pool has by cudaMallocAsync can't be opened by way of CUDA IPC at all.
+            # `Memory` is a cudaMalloc of its own.
+            pointer = cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
+            slab = cupy.ndarray(nbytes, np.uint8, pointer)
+            slab[: len(sample)] = cupy.asarray(np.frombuffer(sample, np.uint8))
+            # It is filled on a stream that the pool's own do not wait for.
+            cupy.cuda.get_current_stream().synchronize()
+            address = int(slab.data.ptr)
+            kind = int(cupy.cuda.runtime.pointerGetAttributes(address).type)
+        return Staged(address, nbytes, slab), kind == _DEVICE_MEMORY
+
+    def store(self, staged: Staged, data: bytes) -> Completion:
+        queue, cupy = self._gathers, self._cupy
+        runtime = cupy.cuda.runtime
+        with self._here():
+            memory = cupy.cuda.alloc_pinned_memory(len(data))
+            np.frombuffer(memory, np.uint8, len(data))[...] = np.frombuffer(data, np.uint8)
+            runtime.memcpyAsync(staged.address, memory.ptr, len(data), runtime.memcpyHostToDevice, queue.stream.ptr)
+            return queue.finish(memory, staged)
+
+    def fetch(self, staged: Staged) -> tuple[Completion, Bytes]:
+        queue, cupy = self._gathers, self._cupy
+        runtime = cupy.cuda.runtime
+        with self._here():
+            # Page-locked: else the call waits for the stream.
+            memory = cupy.cuda.alloc_pinned_memory(staged.nbytes)
+            runtime.memcpyAsync(memory.ptr, staged.address, staged.nbytes, runtime.memcpyDeviceToHost, queue.stream.ptr)
+            return queue.finish(memory, staged), np.frombuffer(memory, np.uint8, staged.nbytes)
+
+    def shareable(self, address: int) -> bool:
+        """Memory of cudaMallocAsync, of virtual address ranges (PyTorch's expandable segments) and managed memory can't
+        be opened by way of CUDA IPC: only what is within a cudaMalloc."""
+        try:
+            with self._cupy.cuda.Device(self._index):
+                self._cupy.cuda.runtime.ipcGetMemHandle(address)
+        except RuntimeError:
+            return False
+        return True
+
+    def current(self) -> contextlib.AbstractContextManager[object]:
+        return self._cupy.cuda.Device(self._index)
+
     # -- copies; for the layers
 
     def gather_async(self, plan: _Placed, ids: Ids, out: Bytes, after: object | None) -> Completion:
@@ -166,9 +215,25 @@ class CupyOps:
         with self._here():
             if after is not None:
                 queue.wait(event_handle(after))
-            table = self._launch(queue, "gather", plan, ids, out.nbytes)
+            table = self._launch(queue, "gather", plan, ids, queue.staging(out.nbytes))
             queue.download(out)
             return queue.finish(out, table, after, plan)
+
+    def gather_staged(self, plan: _Placed, ids: Ids, out: Staged) -> Completion:
+        queue = self._gathers
+        with self._here():
+            table = self._launch(queue, "gather", plan, ids, out.array)
+            return queue.finish(out, table, plan)
+
+    def scatter_staged(self, plan: _Placed, ids: Ids, data: Staged, after: object | None) -> Completion:
+        queue = self._scatters
+        with self._here():
+            if after is not None:
+                queue.wait(event_handle(after))
+            table = self._launch(queue, "scatter", plan, ids, data.array)
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record(queue.stream)
+            return queue.finish(data, table, after, plan, event=event)
 
     def scatter_async(self, plan: _Placed, ids: Ids, data: Bytes, after: object | None) -> Completion:
         queue = self._scatters
@@ -176,7 +241,7 @@ class CupyOps:
             if after is not None:
                 queue.wait(event_handle(after))
             queue.upload(data)
-            table = self._launch(queue, "scatter", plan, ids, data.nbytes)
+            table = self._launch(queue, "scatter", plan, ids, queue.staging(data.nbytes))
             event = self._cupy.cuda.Event(disable_timing=True)
             event.record(queue.stream)
             return queue.finish(data, table, after, plan, event=event)
@@ -185,7 +250,7 @@ class CupyOps:
         with self._direct.lock, self._here():
             queue = self._direct.queue
             queue.wait(event_handle(self.mark()))
-            _table = self._launch(queue, "gather", plan, ids, out.nbytes)
+            _table = self._launch(queue, "gather", plan, ids, queue.staging(out.nbytes))
             queue.download(out)
             queue.stream.synchronize()
 
@@ -194,7 +259,7 @@ class CupyOps:
             queue = self._direct.queue
             queue.wait(event_handle(self.mark()))
             queue.upload(data)
-            _table = self._launch(queue, "scatter", plan, ids, data.nbytes)
+            _table = self._launch(queue, "scatter", plan, ids, queue.staging(data.nbytes))
             queue.stream.synchronize()
 
     def place(self, parts: Sequence[Region]) -> _Placed:
@@ -207,15 +272,15 @@ class CupyOps:
         return _Placed(plan, words, parts)
 
     def _launch(
-        self, queue: _Queue, what: Literal["gather", "scatter"], placed: _Placed, ids: Ids, nbytes: int
+        self, queue: _Queue, what: Literal["gather", "scatter"], placed: _Placed, ids: Ids, staging: Any
     ) -> object:
-        """Issue one kernel over the queue's staging. Returns the block table, which has to live until it has run."""
+        """Issue one kernel between blocks and a dense buffer. Returns the block table, which has to live until then."""
         plan = placed.plan
         table = queue.table(ids)
         kernel = self._kernels[f"{what}_{plan.unit}"]
         grid, block = plan.launch(len(ids))
         with queue.stream:
-            kernel(grid, block, (placed.words, queue.ids, np.uint32(plan.units), queue.staging(nbytes)))
+            kernel(grid, block, (placed.words, queue.ids, np.uint32(plan.units), staging))
         return table
 
     @contextlib.contextmanager
@@ -245,7 +310,7 @@ class _CupyLayer:
     __slots__ = ("_ops", "_placed", "spans")
 
     def __init__(self, ops: CupyOps, parts: Sequence[Region]) -> None:
-        self.spans: Spans | None = None
+        self.spans: Spans | None = spans_of(parts)
         self._ops = ops
         self._placed = ops.place(parts)
 
@@ -260,6 +325,12 @@ class _CupyLayer:
 
     def scatter_async(self, ids: Ids, data: Bytes, after: object | None) -> Completion:
         return self._ops.scatter_async(self._placed, ids, data, after)
+
+    def gather_staged(self, ids: Ids, out: Staged) -> Completion:
+        return self._ops.gather_staged(self._placed, ids, out)
+
+    def scatter_staged(self, ids: Ids, data: Staged, after: object | None) -> Completion:
+        return self._ops.scatter_staged(self._placed, ids, data, after)
 
 
 class _Direct:

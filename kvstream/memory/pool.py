@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Self, cast
 
 import numpy as np
@@ -15,12 +16,13 @@ import numpy.typing as npt
 
 from kvstream.errors import ConfigError, Corrupted, LayoutMismatch
 from kvstream.layout import KVLayout
-from kvstream.memory.arrays import ArrayOps, LayerMemory, Region, describe, disjoint, self_overlapping
+from kvstream.memory.arrays import ArrayOps, LayerMemory, Region, Staged, describe, disjoint, self_overlapping
 from kvstream.memory.blocks import MAX_BLOCKS, BlockAllocator, BlockIds, block_table
 from kvstream.memory.completion import COMPLETED, Completion
 from kvstream.memory.cuda import event_handle
 from kvstream.memory.devices import open_device
 from kvstream.memory.plan import BlockPlan, TableIds
+from kvstream.memory.staging import StagingSlab
 
 __all__ = ["KVPool"]
 
@@ -220,6 +222,39 @@ class KVPool:
             return COMPLETED
         return memory.scatter_async(ids, data.reshape(ids.size, -1), after)
 
+    def staging(self, nbytes: int, sample: bytes) -> StagingSlab:
+        """New memory on the pool's GPU, an allocation of its own, that other processes can be given; its first bytes
+        are `sample`. Waits for the device. Raises KVStreamError where there is none left, or the pool is on the CPU."""
+        memory, is_gpu = self._ops.staging(nbytes, sample)
+        return StagingSlab(memory, sample, is_gpu=is_gpu)
+
+    def pack_staged(self, layer: int, block_ids: TableIds, out: Staged) -> Completion:
+        """As `pack_async`, into `out` of the pool's own device staging, exactly as large as the blocks: one launch.
+        Until the completion `out` is the device's. Raises ConfigError, before any byte moves, and KVStreamError."""
+        memory = self._layers[self._check_layer(layer)]
+        return memory.gather_staged(self._check_staged(block_ids, out), out)
+
+    def unpack_staged(
+        self, layer: int, block_ids: TableIds, data: Staged, *, after: object | None = None
+    ) -> Completion:
+        """As `unpack_async`, out of `data` of the pool's own device staging: one launch. See `pack_staged`."""
+        memory = self._layers[self._check_layer(layer)]
+        if after is not None:
+            self.check_event(after)
+        return memory.scatter_staged(self._check_staged(block_ids, data), data, after)
+
+    def store(self, staged: Staged, data: bytes) -> Completion:
+        """Fill a few bytes of device staging."""
+        return self._ops.store(staged, data)
+
+    def fetch(self, staged: Staged) -> tuple[Completion, npt.NDArray[np.uint8]]:
+        """A few bytes of device staging, in host memory that has them after the completion."""
+        return self._ops.fetch(staged)
+
+    def current(self) -> AbstractContextManager[object]:
+        """The pool's device as the calling thread's current one; nothing on the CPU."""
+        return self._ops.current()
+
     def pin(self, buffer: npt.NDArray[np.uint8]) -> None:
         """Have the device copy from and to host memory without detours: page-lock the whole array that `buffer` is a
         part of, until that array goes. Takes a millisecond for some MiB the first time, and nothing later; nothing on
@@ -246,16 +281,16 @@ class KVPool:
 
     @property
     def run_bytes(self) -> int:
-        """The shortest run of host memory that any layer's blocks are made of (see `addresses`); 0 where a layer's
+        """The shortest run of memory that any layer's blocks are made of (see `addresses`); 0 where a layer's
         blocks are not made of equal runs."""
         return min((layer.spans.nbytes if layer.spans is not None else 0) for layer in self._layers)
 
     def addresses(self, layer: int, block_ids: TableIds) -> tuple[npt.NDArray[np.uint64], int] | None:
-        """Where the blocks `block_ids` (n,) of one layer are in this process's memory, in wire order: the addresses of
-        n * k runs of bytes, and the length of each run, k runs being one block.
+        """Where the blocks `block_ids` (n,) of one layer are in memory, of the host or the GPU, in wire order: the
+        addresses of n * k runs of bytes, and the length of each run, k runs being one block.
 
-        None where blocks are not made of equal runs of host memory: on a GPU, or with inner strides. Raises ConfigError
-        for a wrong layer or id.
+        None where blocks are not made of equal runs of memory: with inner strides. Raises ConfigError for a wrong layer
+        or id.
         """
         spans = self._layers[self._check_layer(layer)].spans
         if spans is None:
@@ -269,17 +304,23 @@ class KVPool:
 
     @property
     def slabs(self) -> list[tuple[int, int]]:
-        """The host memory within which `addresses` are, as (address, bytes) of each stretch: disjoint, ascending. For
-        who registers it as a whole; the pool keeps it alive. A stretch may hold bytes that are no block's."""
+        """The memory within which `addresses` are, as (address, bytes) of each stretch: disjoint, ascending. For who
+        registers it as a whole; the pool keeps it alive. A stretch may hold bytes that are no block's."""
         stretches: list[tuple[int, int]] = []
         for low, high in sorted(
             extent for layer in self._layers if layer.spans is not None for extent in layer.spans.extents(self.blocks)
         ):
-            if stretches and low <= stretches[-1][1]:
+            # On a GPU what merely touches stays apart: a stretch has to be within one allocation.
+            if stretches and low < stretches[-1][1] + (not self.is_device):
                 stretches[-1] = (stretches[-1][0], max(stretches[-1][1], high))
             else:
                 stretches.append((low, high))
         return [(low, high - low) for low, high in stretches]
+
+    @property
+    def shareable(self) -> bool:
+        """Whether other processes can be given what is in `slabs`: on a GPU that depends on how it was allocated."""
+        return all(self._ops.shareable(address) for address, _ in self.slabs)
 
     def check_blocks(self, ids: BlockIds, field: str = "blocks") -> npt.NDArray[np.intp]:
         """A caller's block table, validated once so that it can be trusted to be sane: a read-only copy, shape (n,).
@@ -335,6 +376,13 @@ class KVPool:
         nbytes = ids.size * self._layout.block_bytes
         if data.size != nbytes:
             raise Corrupted(f"layer {layer}: {data.size} bytes arrived for {ids.size} blocks, which take {nbytes}")
+        return ids
+
+    def _check_staged(self, block_ids: TableIds, staged: Staged) -> npt.NDArray[np.intp]:
+        ids = self._check_ids(block_ids)
+        nbytes = ids.size * self._layout.block_bytes
+        if not nbytes or staged.nbytes != nbytes:
+            raise ConfigError("block_ids", f"{ids.size} blocks take {nbytes} bytes, the staging has {staged.nbytes}")
         return ids
 
     def _check_ids(self, block_ids: TableIds) -> npt.NDArray[np.intp]:

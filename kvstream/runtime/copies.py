@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from kvstream.errors import Cancelled, Corrupted, KVStreamError, PeerLost, Recalled
-from kvstream.memory import BlockPlan
+from kvstream.errors import Cancelled, Corrupted, KVStreamError, PeerLost, ProtocolError, Recalled
+from kvstream.memory import BlockPlan, StagingLease
+from kvstream.memory.arrays import Staged
 from kvstream.memory.completion import Completion
 from kvstream.runtime.sessions import ReceiveStream, SendStream
 from kvstream.scheduler.commands import Ended, Move, Stage
@@ -49,10 +50,12 @@ class _Writing:
 
 @dataclass(slots=True)
 class _Landing:
-    """A chunk that a GPU scatters, layer by layer. `data` is what it reads until the last is done."""
+    """A chunk that a GPU scatters, layer by layer. `data` is what it reads until the last is done: host memory, or
+    staging of the device under `lease`."""
 
     command: Move
-    data: ByteView
+    data: ByteView | Staged
+    lease: StagingLease | None
     left: int
     error: KVStreamError | None = None
 
@@ -67,7 +70,8 @@ class Copies:
         self._loop = asyncio.get_running_loop()
         self._writing: dict[int, _Writing] = {}
         """By stream."""
-        self._run_bytes = 0 if streams.config.checksums else streams.pool.run_bytes
+        lendable = not streams.config.checksums and streams.pool.shareable
+        self._run_bytes = streams.pool.run_bytes if lendable else 0
         """Bytes of the runs that may be lent: none with checksums, for which the source has to touch every byte."""
         self._block_runs = streams.pool.layout.block_bytes // streams.pool.run_bytes if streams.pool.run_bytes else 0
 
@@ -78,8 +82,9 @@ class Copies:
 
     @property
     def slabs(self) -> list[Slab]:
-        """What the transport has to expose so that blocks can be lent on every lane; none where none would be."""
-        if self._run_bytes < self._config.get_lend_bytes:
+        """What has to be exposed so that blocks can be lent on every lane; none where none would be."""
+        # On a GPU short runs may be neighbours: who reads them there into one piece of staging can join them.
+        if self._run_bytes < (MIN_LENT_RUN if self._pool.is_device else self._config.get_lend_bytes):
             return []
         return [Slab(address, nbytes, self._pool) for address, nbytes in self._pool.slabs]
 
@@ -103,7 +108,10 @@ class Copies:
     def chunk_blocks(self, connection: Connection) -> tuple[int, int]:
         """How many blocks of one layer make a chunk on this connection, as its source; and how many of several."""
         size = connection.slot_bytes
-        if self._lends(connection):
+        lease = self._streams.links.devices.lease(connection)
+        if lease is not None:
+            size = lease.slot_bytes
+        elif self._lends(connection):
             size = min(max(size, self._config.lend_chunk), connection.lent_runs * self._run_bytes)
         block = self._pool.layout.block_bytes
         # On a GPU each layer is a launch of its own.
@@ -133,6 +141,8 @@ class Copies:
         try:
             if self._pays(connection, command, ids) and self._lend(session, connection, command, ids):
                 return
+            if self._gather_staged(session, connection, command, ids):
+                return
             view = connection.write_view(command.slot)
             if self._pool.is_device:
                 self._gather(session, connection, command, ids, view)
@@ -158,7 +168,7 @@ class Copies:
         copy.add_done_callback(lambda copy: self._gathered(session, connection, command, data, copy))
 
     def _gathered(
-        self, session: SendStream, connection: Connection, command: Stage, data: ByteView, copy: Completion
+        self, session: SendStream, connection: Connection, command: Stage, data: ByteView | Lent, copy: Completion
     ) -> None:
         error = copy.error()
         live = (
@@ -168,10 +178,32 @@ class Copies:
         if error is None and not live:
             # What was read may have been somebody else's blocks by then.
             error = Cancelled("the stream has ended")
-        if error is None:
-            self._publish(session, connection, command, data)
-        else:
+        if error is not None:
             self._stage_failed(command, error)
+        elif isinstance(data, Lent):
+            self._lent(session, command, data, connection.lend(command.slot, data))
+        else:
+            self._publish(session, connection, command, data)
+
+    def _gather_staged(self, session: SendStream, connection: Connection, command: Stage, ids: BlockPlan) -> bool:
+        """Gather into staging on the device, and lend that, if the connection has such and the chunk can be lent."""
+        lease = self._streams.links.devices.lease(connection)
+        nbytes = len(ids) * self._pool.layout.block_bytes
+        if lease is None or command.layers > 1 or nbytes < MIN_LENT_RUN:
+            return False
+        # Who still reads what was lent by this slot before must not believe it: that is overwritten from here on.
+        connection.write_view(command.slot)
+        staged = lease.slot(command.slot, nbytes)
+        copy = self._pool.pack_staged(command.layer, ids, staged)
+        lease.begin()
+
+        def gathered(copy: Completion) -> None:
+            lease.over()
+            lent = Lent(np.array([staged.address], np.uint64), nbytes)
+            self._gathered(session, connection, command, lent, copy)
+
+        copy.add_done_callback(gathered)
+        return True
 
     def _publish(self, session: SendStream, connection: Connection, command: Stage, data: ByteView) -> None:
         session.moved_bytes += data.size
@@ -198,13 +230,23 @@ class Copies:
         self._streams.driver.pump()
 
     def _lends(self, connection: Connection) -> bool:
-        """Whether all blocks are lent on this connection: the peer can read them, and they are large enough."""
+        """Whether all blocks are lent on this connection: the peer can read them, and they are large enough. Of a GPU
+        it is for each chunk to say."""
+        if self._pool.is_device:
+            return False
         least = self._config.get_lend_bytes if connection.lane == "get" else self._config.lend_bytes
         return connection.lends and self._run_bytes >= least and connection.lent_runs >= self._block_runs
 
     def _pays(self, connection: Connection, command: Stage, ids: BlockPlan) -> bool:
         """Whether to lend this chunk: also small blocks, where the table has them in long stretches of memory. Joining
         these is up to who reads; on `get` each run is an operation, unless it is a neighbour on both sides."""
+        if self._pool.is_device:
+            return (
+                connection.lends_device
+                and self._run_bytes >= MIN_LENT_RUN
+                and len(ids) * self._block_runs <= connection.lent_runs
+                and self._pool.mean_run(command.layer, ids) >= self._config.device_lend_bytes
+            )
         if connection.lane == "get":
             # Layers may be registered each by itself, and a loan names few slabs.
             return command.layers == 1 and self._lends(connection)
@@ -225,10 +267,13 @@ class Copies:
             return False
         generation = connection.lend(command.slot, lent)
         session.lent[connection, command.slot] = generation
+        self._lent(session, command, lent, generation)
+        return True
+
+    def _lent(self, session: SendStream, command: Stage, lent: Lent, generation: int) -> None:
         session.moved_bytes += lent.nbytes
         self._streams.core.staged(self._streams.driver.now(), command, generation)
         self._streams.driver.pump()
-        return True
 
     def _runs(self, command: Stage | Move, ids: BlockPlan) -> Lent | None:
         """Where a chunk's blocks are, layer after layer, if they are runs of equal length in host memory."""
@@ -311,6 +356,9 @@ class Copies:
 
     def _borrow(self, session: ReceiveStream, connection: Connection, command: Move, lent: Lent) -> None:
         """Have what is lent read into the stream's blocks, or into a buffer where these are in pieces or on a GPU."""
+        if self._pool.is_device:
+            self._borrow_staged(connection, command, lent)
+            return
         ids = self._plan(session, command)
         buffer, local = None, self._runs(command, ids)
         if local is None:
@@ -341,18 +389,57 @@ class Copies:
         else:
             self._moved(command, self._count(*live, command, nbytes))
 
-    def _scatter(self, session: ReceiveStream, command: Move, ids: BlockPlan, data: ByteView) -> None:
+    def _borrow_staged(self, connection: Connection, command: Move, lent: Lent) -> None:
+        """Have what is lent read into staging on the device, and scatter it from there."""
+        lease = self._streams.links.devices.lease(connection)
+        if lease is None or lent.nbytes > lease.slot_bytes:
+            room = lease.slot_bytes if lease is not None else 0
+            what = f"slot {command.slot} lends {lent.nbytes} bytes, for which there is staging of {room}"
+            self._moved(command, ProtocolError(f"{connection.peer_address}: {what}"))
+            return
+        staged = lease.slot(command.slot, lent.nbytes)
+        future = connection.borrow(lent, Lent(np.array([staged.address], np.uint64), staged.nbytes))
+
+        def read(future: asyncio.Future[None]) -> None:
+            error = _failure(future)
+            live = self._live(command)
+            if error is not None or live is None:
+                self._moved(command, error)
+            else:
+                session = live[0]
+                self._scatter(session, command, self._plan(session, command), staged, lease)
+
+        if future.done():
+            read(future)
+        else:
+            future.add_done_callback(read)
+
+    def _scatter(
+        self,
+        session: ReceiveStream,
+        command: Move,
+        ids: BlockPlan,
+        data: ByteView | Staged,
+        lease: StagingLease | None = None,
+    ) -> None:
         """`_land` on a GPU: begun here, and over with the last layer's completion."""
-        landing = _Landing(command, data, command.layers)
+        landing = _Landing(command, data, lease, command.layers)
         size = data.nbytes // command.layers
         writing = self._writing.setdefault(command.stream, _Writing(command.link))
         writing.scatters += 1  # this call, so that nothing that completes at once ends the stream in the middle
         try:
-            self._pool.pin(data)
+            if not isinstance(data, Staged):
+                self._pool.pin(data)
             for n, layer in enumerate(_layers(command)):
-                part = data[n * size : (n + 1) * size]
-                copy = self._pool.unpack_async(layer, ids, part, after=session.idle_after)
+                if isinstance(data, Staged):
+                    part = data.part(n * size, size)
+                    copy = self._pool.unpack_staged(layer, ids, part, after=session.idle_after)
+                else:
+                    part = data[n * size : (n + 1) * size]
+                    copy = self._pool.unpack_async(layer, ids, part, after=session.idle_after)
                 writing.scatters += 1
+                if lease is not None:
+                    lease.begin()
                 copy.add_done_callback(self._scattered(landing, session, layer))
         except KVStreamError as error:
             self._moved(command, landing.error or error)
@@ -366,6 +453,8 @@ class Copies:
         def scattered(copy: Completion) -> None:
             error = copy.error()
             landing.error = landing.error or error
+            if landing.lease is not None:
+                landing.lease.over()
             if error is None:
                 session.layer_events[layer] = copy.event
             landing.left -= 1

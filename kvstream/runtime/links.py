@@ -31,8 +31,9 @@ from kvstream.errors import (
 )
 from kvstream.layout import KVLayout, describe_mismatch
 from kvstream.log import get_logger
+from kvstream.runtime.devices import Devices
 from kvstream.runtime.identity import Identity
-from kvstream.runtime.reports import Quarantine
+from kvstream.runtime.reports import DevicePath, Quarantine
 from kvstream.runtime.seams import Seams
 from kvstream.scheduler.driver import Driver
 from kvstream.transport.base import Connection, Lane, ListenAddress, Transport
@@ -78,12 +79,14 @@ class Links:
         on_mismatch: Callable[[Sequence[str], KVStreamError], None],
         chunk_blocks: Callable[[Connection], tuple[int, int]],
         borrows: bool,
+        devices: Devices,
     ) -> None:
         self.address: ListenAddress | None = None
         """Where this runtime listens; set once it does."""
         self._on_mismatch = on_mismatch
         self._chunk_blocks = chunk_blocks
         self._borrows = borrows
+        self.devices = devices
         self._identity = identity
         self._transport = transport
         self._directory = directory
@@ -140,6 +143,11 @@ class Links:
             else:
                 del self._unfenced[peer]
         return found
+
+    def device_paths(self) -> list[DevicePath]:
+        """Of the connections that are up and whose source has offered to lend memory of its GPU."""
+        up = [link for link in self._links.values() if link.up]
+        return [path for link in up if (path := self.devices.path(link.connection, link.peer)) is not None]
 
     def replaced(self, peer: str, incarnation: str) -> None:
         """The registry knows `peer` as this incarnation: end the connections with any other."""
@@ -242,6 +250,7 @@ class Links:
         challenge = await _heard(link)
         if not isinstance(challenge, wire.Challenge):
             raise ProtocolError(f"{record.id} opened with a {type(challenge).__name__} frame")
+        self.devices.offer(connection, self._config.slots)
         # Whatever versions the challenge names, the Hello goes out: a peer that speaks none of ours rejects it, and
         # learns from it which streams will not come.
         nonce = self._seams.token(_NONCE)
@@ -271,6 +280,7 @@ class Links:
         if answer.incarnation != record.incarnation or not hmac.compare_digest(answer.proof, expected):
             raise Fenced(f"who answers at {connection.peer_address} is not the registered {record.id}")
         connection.open_lane(answer.lane_answer)
+        self.devices.opened(connection)
 
     # ------------------------------------------------------------------ destination: challenge and check
 
@@ -312,7 +322,7 @@ class Links:
             raise Fenced(f"the proof of {hello.worker} incarnation {hello.incarnation[:8]} is wrong")
         self._check_quarantine(hello.worker)
         try:
-            version, answer = self._agree(link, hello)
+            version, answer = await self._agree(link, hello)
         except KVStreamError as error:
             # Whoever waits here for what can't come is told as well.
             self._on_mismatch(hello.streams, error)
@@ -341,15 +351,17 @@ class Links:
                 retry_after=self._config.stall_timeout,
             )
 
-    def _agree(self, link: _Link, hello: wire.Hello) -> tuple[int, bytes]:
+    async def _agree(self, link: _Link, hello: wire.Hello) -> tuple[int, bytes]:
         """The version, and the answer to the lane offer, of a peer that has proven who it is."""
         mine, connection = self._identity, link.connection
         version = wire.negotiate(hello.version, hello.min_version)
         if hello.fingerprint != mine.layout.fingerprint():
             raise LayoutMismatch(_mismatch(hello, mine))
+        await self.devices.prove(connection, hello.lane_offer)
         answer = connection.accept_lane(hello.lane_offer, self._lanes, borrows=self._borrows)
         if connection.slot_bytes < mine.layout.block_bytes:
             raise ProtocolError(f"slots of {connection.slot_bytes} bytes for blocks of {mine.layout.block_bytes}")
+        self.devices.opened(connection)
         return version, answer
 
     async def _registered(self, hello: wire.Hello) -> WorkerRecord:

@@ -6,7 +6,7 @@ import msgspec
 
 from kvstream.scheduler.stats import PeerState, StreamState
 
-__all__ = ["Quarantine", "RuntimeStats", "StreamReport"]
+__all__ = ["DevicePath", "Quarantine", "RuntimeStats", "StreamReport"]
 
 
 class StreamReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,13 +38,24 @@ class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
 
 
+class DevicePath(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the bytes of one connection go from GPU to GPU, without the host. `outgoing`: its source is here. `why`
+    says why not, and is empty where they do."""
+
+    peer: str
+    outgoing: bool
+    used: bool
+    why: str
+
+
 class RuntimeStats(msgspec.Struct, frozen=True, kw_only=True):
     """A runtime at one moment. Counts are totals since its start, sizes bytes.
 
     `streams` are the live ones: what each waits for, and how long. `offers_waiting` and `tokens_waiting` are offers
     that nobody has answered yet, and their tokens in all. `staging_used` includes `staging_quarantined`, which
     `quarantined` breaks down by peer. `ended` counts streams by the code of their end ("done" or an error's), both
-    directions.
+    directions. `device_staging_used` of `device_staging_limit` bytes of a GPU are taken by connections whose bytes stay
+    on GPUs; `devices` says of each connection, where both ends have their pools on a GPU, whether it is one.
     """
 
     streams: tuple[StreamState, ...]
@@ -60,3 +71,6 @@ class RuntimeStats(msgspec.Struct, frozen=True, kw_only=True):
     stale_frames: int
     protocol_errors: int
     ended: tuple[tuple[str, int], ...]
+    device_staging_used: int = 0
+    device_staging_limit: int = 0
+    devices: tuple[DevicePath, ...] = ()

@@ -29,6 +29,7 @@ from kvstream.layout import Shard
 from kvstream.log import get_logger
 from kvstream.memory import KVPool
 from kvstream.runtime.checks import instance, seconds, text, whole
+from kvstream.runtime.devices import Devices
 from kvstream.runtime.identity import Identity
 from kvstream.runtime.links import Links
 from kvstream.runtime.reports import RuntimeStats
@@ -144,7 +145,11 @@ class Runtime:
         if transport is None:
             transport = _ucx_transport(self._data_interface, self._lanes, self._staging, config.put_window)
             stack.push_async_callback(transport.aclose)
-        transport.expose(streams.slabs)
+        devices = Devices(self.pool, config, self._lanes)
+        if self.pool.is_device:
+            devices.attach(transport, streams.slabs, self._seams.token)
+        else:
+            transport.expose(streams.slabs)
         links = Links(
             identity,
             transport,
@@ -155,7 +160,8 @@ class Runtime:
             self._lanes,
             on_mismatch=streams.fail_waiting,
             chunk_blocks=streams.chunk_blocks,
-            borrows=self.pool.run_bytes > 0,
+            borrows=not self.pool.is_device and self.pool.run_bytes > 0,
+            devices=devices,
         )
         streams.links = links
         stack.push_async_callback(links.close)
@@ -270,6 +276,9 @@ class Runtime:
             stale_frames=counters.stale_frames,
             protocol_errors=counters.protocol_errors,
             ended=tuple(counters.ended.items()),
+            device_staging_used=streams.links.devices.used,
+            device_staging_limit=streams.links.devices.limit,
+            devices=tuple(streams.links.device_paths()),
         )
 
     def send(

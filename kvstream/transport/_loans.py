@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvstream.errors import ProtocolError
 from kvstream.transport import _ucp
 from kvstream.transport._worker import Endpoint
-from kvstream.transport.base import ByteView, Lent
+from kvstream.transport.base import ByteView, Lent, Slab
 
 __all__ = ["MAX_KEYS_BYTES", "MAX_KEY_BYTES", "Exports", "Get", "KeyedSlab", "Loan", "Reads", "Shelf", "plan"]
 
@@ -56,6 +56,7 @@ class Exports:
         slabs = sorted(slabs)
         self._starts = np.array([slab.address for slab in slabs], np.uint64)
         self._ends = np.array([slab.address + slab.nbytes for slab in slabs], np.uint64)
+        self._keys = {slab.address: slab.rkey for slab in slabs}
         self._entries = [
             _KEY.pack(slab.address, slab.nbytes, len(slab.rkey)) + slab.rkey + bytes(-len(slab.rkey) % 8)
             for slab in slabs
@@ -70,6 +71,10 @@ class Exports:
         if len(named) > _MAX_SLABS:
             raise ValueError(f"lending out of {len(named)} slabs at once; at most {_MAX_SLABS}")
         return np.frombuffer(b"".join(self._entries[i] for i in named), np.uint8)
+
+    def key(self, slab: Slab) -> bytes:
+        """The packed key of one of them. Raises KeyError where there is none."""
+        return self._keys[slab.address]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 
 __all__ = ["Pump"]
@@ -25,7 +26,8 @@ class Pump:
     """Progress until idle, linger a moment, arm, and again while arming says that something came in meanwhile.
 
     `step` makes one step and says whether it did anything; `settle` handles what the steps brought (and may post
-    more); `arm` asks for a wake-up through `descriptor` and is False when there is work already.
+    more); `arm` asks for a wake-up through `descriptor` and is False when there is work already. All of it happens
+    within `around()`.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class Pump:
         step: Callable[[], bool],
         settle: Callable[[], None],
         arm: Callable[[], bool],
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._loop = loop
         self._descriptor = descriptor
         self._step = step
         self._settle = settle
         self._arm = arm
+        self._around = around
         self._scheduled = False
         self._closed = False
         self._active = 0.0
@@ -80,6 +84,10 @@ class Pump:
             self._run()
 
     def _run(self) -> None:
+        with self._around():
+            self._progress()
+
+    def _progress(self) -> None:
         waiting, self._turns = self._turns, []
         try:
             for _ in range(_STEPS):

@@ -7,6 +7,7 @@ while posting: with a Python compute thread in the process every release can cos
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
@@ -171,6 +172,8 @@ class _MemMapParams(Structure):
     LENGTH = 1 << 1
     FLAGS = 1 << 2
     PROT = 1 << 3
+    MEMORY_TYPE = 1 << 4
+    TYPE_CUDA = 1
     FLAG_NONBLOCK = 1 << 0
     PROT_LOCAL = 3
     PROT_REMOTE_READ = 1 << 8
@@ -279,6 +282,7 @@ class Ucp:
         self._rkey_pack = function("ucp_rkey_pack", status, c_void_p, c_void_p, POINTER(c_void_p), POINTER(c_size_t))
         self._rkey_buffer_release = function("ucp_rkey_buffer_release", None, c_void_p)
         self._rkey_unpack = function("ucp_ep_rkey_unpack", status, c_void_p, c_char_p, POINTER(c_void_p))
+        self._rkey_ptr = function("ucp_rkey_ptr", status, c_void_p, c_uint64, POINTER(c_void_p))
         self._put = function("ucp_put_nbx", c_void_p, c_void_p, c_void_p, c_size_t, c_uint64, c_void_p, params)
         self._get = function("ucp_get_nbx", c_void_p, c_void_p, c_void_p, c_size_t, c_uint64, c_void_p, params)
 
@@ -429,11 +433,15 @@ class Ucp:
 
     # -- memory
 
-    def map_memory(self, context: int, address: int, nbytes: int, *, remote_write: bool) -> tuple[int, int]:
+    def map_memory(
+        self, context: int, address: int, nbytes: int, *, remote_write: bool, gpu: bool = False
+    ) -> tuple[int, int]:
         """Register memory that peers may read, and write where `remote_write`: as far as the transport can keep them
         from it, as RDMA can and CMA can't. Returns (status, memory handle). Pages are not touched by it."""
+        mask = _MemMapParams.ADDRESS | _MemMapParams.LENGTH | _MemMapParams.FLAGS | _MemMapParams.PROT
         params = _MemMapParams(
-            field_mask=_MemMapParams.ADDRESS | _MemMapParams.LENGTH | _MemMapParams.FLAGS | _MemMapParams.PROT,
+            field_mask=mask | (_MemMapParams.MEMORY_TYPE if gpu else 0),
+            memory_type=_MemMapParams.TYPE_CUDA if gpu else 0,
             address=address,
             length=nbytes,
             flags=_MemMapParams.FLAG_NONBLOCK,
@@ -463,13 +471,25 @@ class Ucp:
         status = self._rkey_unpack(endpoint, packed + bytes(1024), byref(rkey))
         return status, rkey.value or 0
 
+    def map_remote(self, rkey: int, address: int) -> int:
+        """Map the memory behind a remote key into this process, as CUDA IPC can. Returns the status alone."""
+        pointer = c_void_p()
+        return self._rkey_ptr(rkey, address, byref(pointer))
+
     # -- through ucxx
 
-    def open_worker(self, options: dict[str, str]) -> tuple[int, UcxxWorker]:
-        """A context of its own with one worker, in blocking-progress mode. Returns (context handle, worker)."""
+    def open_worker(self, options: dict[str, str], gpu_options: dict[str, str] | None = None) -> tuple[int, UcxxWorker]:
+        """A context of its own with one worker, in blocking-progress mode. Returns (context handle, worker).
+
+        `gpu_options` are of UCX's module for CUDA, without which they are left out: it is loaded with the process's
+        first context, and only where there is a CUDA driver.
+        """
         ucxx = _ucxx()
         features = (ucxx.Feature.AM, ucxx.Feature.RMA, ucxx.Feature.WAKEUP)
         context = ucxx.UCXContext(options, feature_flags=features)
+        if gpu_options:
+            with contextlib.suppress(ucxx.UCXInvalidParamError):
+                context = ucxx.UCXContext({**options, **gpu_options}, feature_flags=features)
         worker = as_type(UcxxWorker, ucxx.UCXWorker(context))
         worker.init_blocking_progress_mode()
         # The worker keeps its context alive.

@@ -11,7 +11,8 @@ import asyncio
 import ctypes
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from kvstream.errors import ConfigError, PeerLost
@@ -44,9 +45,9 @@ class _Operation:
 class _State:
     """The raw handles. Apart from UcpWorker so that they can be ended after it is gone (at interpreter exit)."""
 
-    def __init__(self, ucp: _ucp.Ucp, options: dict[str, str]) -> None:
+    def __init__(self, ucp: _ucp.Ucp, options: dict[str, str], gpu_options: dict[str, str] | None) -> None:
         self.ucp = ucp
-        self.context, worker = ucp.open_worker(options)
+        self.context, worker = ucp.open_worker(options, gpu_options)
         self.ucxx_worker: _ucp.UcxxWorker | None = worker
         self.worker = int(worker.handle)
         self.descriptor = int(worker.epoll_file_descriptor)
@@ -152,7 +153,9 @@ class Region:
         self._state = state
         self.address = memory.address
         self._keep: object = memory.owner
-        status, self._handle = state.ucp.map_memory(state.context, self.address, memory.nbytes, remote_write=writable)
+        status, self._handle = state.ucp.map_memory(
+            state.context, self.address, memory.nbytes, remote_write=writable, gpu=memory.gpu
+        )
         if status != _ucp.OK:
             raise ConfigError("staging", f"UCX can't register {memory.nbytes} bytes: {state.ucp.error(status)}")
         status, self.rkey = state.ucp.pack_rkey(state.context, self._handle)
@@ -206,12 +209,18 @@ class Endpoint:
         """A remote key for put and get; it lives as long as the endpoint. Raises PeerLost when it makes no sense."""
         if not self._handle:
             raise PeerLost(f"{self.peer_address} is closed")
-        status, rkey = self._state.ucp.unpack_rkey(self._handle, packed)
+        with self.worker.around():
+            status, rkey = self._state.ucp.unpack_rkey(self._handle, packed)
         if status != _ucp.OK:
             raise PeerLost(f"{self.peer_address}: unusable remote key: {self._state.ucp.error(status)}")
         self._rkeys.append(rkey)
         self._state.rkeys.add(rkey)
         return rkey
+
+    def map_remote(self, rkey: int, address: int) -> int:
+        """Whether the peer's memory at `address` can be mapped into this process: a status."""
+        with self.worker.around():
+            return self._state.ucp.map_remote(rkey, address)
 
     def send(self, message: bytes, done: Callable[[int], None]) -> None:
         key = self._begin(done, message)
@@ -230,7 +239,8 @@ class Endpoint:
         them have their final one. After one that fails at once the rest is not posted."""
         key = self._begin(done, None)
         operation = self._state.operations[key]
-        status, operation.left = self._state.ucp.get_all(self._handle, gets, self._state.params, key)
+        with self.worker.around():
+            status, operation.left = self._state.ucp.get_all(self._handle, gets, self._state.params, key)
         self.worker.kick()
         if status != _ucp.OK or not operation.left:
             operation.left += 1
@@ -289,16 +299,30 @@ class Endpoint:
 
 
 class UcpWorker:
-    """A context and worker with `options` (UCX's names without the prefix), driven by the loop's readiness."""
+    """A context and worker with `options` (UCX's names without the prefix), driven by the loop's readiness.
 
-    def __init__(self, ucp: _ucp.Ucp, loop: asyncio.AbstractEventLoop, options: dict[str, str]) -> None:
+    What it does with memory of a GPU, and its progress, happens within `around()`: UCX goes by the thread's current
+    CUDA context. `gpu_options` are those that only a UCX with CUDA knows.
+    """
+
+    def __init__(
+        self,
+        ucp: _ucp.Ucp,
+        loop: asyncio.AbstractEventLoop,
+        options: dict[str, str],
+        *,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+        gpu_options: Mapping[str, str] | None = None,
+    ) -> None:
         self.ucp = ucp
         self.loop = loop
+        self.around = around
         self.port = 0
         """Where it listens; 0: it does not."""
         self.on_endpoint: Callable[[Endpoint], None] | None = None
         """Gets each endpoint that comes in, from the loop; without it they are rejected."""
-        self._state = state = _State(ucp, options)
+        with around():
+            self._state = state = _State(ucp, options, dict(gpu_options or {}))
         # Also without an aclose the handles have to go before the interpreter takes the callbacks away.
         self._finalizer = weakref.finalize(self, state.shutdown)
         progress, handle = ucp.worker_progress, state.worker
@@ -308,6 +332,7 @@ class UcpWorker:
             step=lambda: progress(handle) != 0,
             settle=self._settle,
             arm=state.arm,
+            around=around,
         )
 
     def kick(self) -> None:
@@ -343,7 +368,8 @@ class UcpWorker:
 
     def register(self, memory: Slab, *, writable: bool = False) -> Region:
         """Register memory for peers to read, and to write where `writable`. Raises ConfigError when UCX can't."""
-        return Region(self._state, memory, writable=writable)
+        with self.around():
+            return Region(self._state, memory, writable=writable)
 
     def close(self) -> None:
         """Close what is open and destroy the worker. Idempotent. Afterwards nothing of it is in flight."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -41,6 +42,8 @@ __all__ = [
     "MIN_LENT_RUN",
     "ByteView",
     "Connection",
+    "DeviceOffer",
+    "DeviceStaging",
     "Lane",
     "Lent",
     "ListenAddress",
@@ -66,11 +69,12 @@ MIN_LENT_RUN = 64
 
 
 class Slab(NamedTuple):
-    """Memory that may be lent: `nbytes` at `address`, host's or a device's, alive for as long as `owner` is."""
+    """Memory that may be lent: `nbytes` at `address`, alive for as long as `owner` is; `gpu`: it is a GPU's."""
 
     address: int
     nbytes: int
     owner: object
+    gpu: bool = False
 
     @classmethod
     def of(cls, memory: ByteView) -> Slab:
@@ -91,12 +95,34 @@ class Lent:
         return len(self.addresses) * self.run_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceStaging:
+    """Staging on a GPU, as a transport has to know it. The first bytes of the slab are `sample`, by which a peer finds
+    out that it can read it; within `current()` its device is the calling thread's current one."""
+
+    slab: Slab
+    sample: bytes
+    current: Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOffer:
+    """A source's offer to lend out of staging on its GPU, as its peer sees it: what it takes to receive that, and what
+    has to be found where the sample is. `why` says why this connection can't carry it, or ""."""
+
+    slots: int
+    slot_bytes: int
+    sample: bytes
+    why: str
+
+
 class ListenAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a transport listens, as published in the registry.
 
     `host_id` is equal for two processes exactly when they share one host's network and shared memory (boot id and
     network namespace). `scope` is the interface that was asked for: "loopback", or the address listened on.
-    `get_port` is the listener for connections whose lane is `get` (0: none), see the UCX transport.
+    `get_port` is the listener for connections whose lane is `get` (0: none), see the UCX transport. `device`: there is
+    staging on a GPU behind it, for which `get` may be the best lane.
     """
 
     transport: str
@@ -105,6 +131,7 @@ class ListenAddress(msgspec.Struct, frozen=True, kw_only=True):
     host_id: str
     scope: str = "loopback"
     get_port: int = 0
+    device: bool = False
 
 
 class StagingBudget:
@@ -157,6 +184,11 @@ class Connection(ABC):
     source may `lend` runs of bytes in place of gathering them into a slot. Set with the lane."""
     lent_runs: int = 0
     """The most runs that one slot can lend; 0 where `lends` is False. Set with the lane."""
+    lends_device: bool = False
+    """Whether what is lent may be, and is expected to be, memory of the source's GPU that goes to one of the
+    destination's: proven by a sample before the lane was agreed on. It then `lends`. Set with the lane."""
+    no_device: str = ""
+    """Why it is not so although the source offered it. Set with the lane."""
 
     @property
     def quarantined(self) -> int:
@@ -202,6 +234,32 @@ class Connection(ABC):
     @abstractmethod
     def open_lane(self, answer: bytes) -> None:
         """Source: apply the peer's choice. Sets lane, slots and slot_bytes. Raises ProtocolError for garbage."""
+
+    # -- memory of GPUs: offer_device, offer_lanes -> (Hello) -> device_offered, try_device, settle_device, accept_lane
+
+    def offer_device(self, slot_bytes: int) -> None:
+        """Source, before `offer_lanes`: offer to lend out of the transport's device staging, by way of each slot up to
+        `slot_bytes` of it. A transport that can't does nothing."""
+        return
+
+    def device_offered(self, offer: bytes) -> DeviceOffer | None:
+        """Destination, before `accept_lane`: whether the source has offered that. Raises ProtocolError for garbage."""
+        return None
+
+    def try_device(self, offer: bytes, address: int) -> asyncio.Future[None]:
+        """Destination: read the sample that the source offers to `address` in memory of the own GPU. Until the future
+        is done that may be written, as with `borrow`. Ends with KVStreamError when it can't be read."""
+        raise RuntimeError(f"this transport does not read the memory of GPUs: {len(offer)} bytes, {address:#x}")
+
+    def settle_device(self, why: str) -> None:
+        """Destination, before `accept_lane`: the sample was found to be right (`why` is empty), and so the lane should
+        be the one that it came by; or it was not."""
+        return
+
+    def when_fenced(self, call: Callable[[], None]) -> None:
+        """Call `call` once no byte can move under this connection any more and each of its operations has its final
+        status, however late; at once, if it is so. It must not raise."""
+        raise RuntimeError(f"this transport does not read the memory of GPUs: {call}")
 
     # -- bytes, source side
 
@@ -299,6 +357,11 @@ class Transport(ABC):
         """Memory out of which connections may `lend`, in addition to what was exposed before. It is registered as a
         whole, once, when the first connection needs that, and stays so until `aclose`: its address range must not be
         given to anything else meanwhile. Without it a lane that needs registered memory does not lend."""
+
+    def attach_device(self, staging: DeviceStaging) -> bool:
+        """Before `start`: use this staging on a GPU, which is exposed by that. False where the transport has no use for
+        it."""
+        return False
 
     @abstractmethod
     async def aclose(self) -> None:

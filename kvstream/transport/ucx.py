@@ -18,6 +18,7 @@ import ipaddress
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -40,6 +41,8 @@ from kvstream.transport.base import (
     MIN_LENT_RUN,
     ByteView,
     Connection,
+    DeviceOffer,
+    DeviceStaging,
     Lane,
     Lent,
     ListenAddress,
@@ -59,6 +62,8 @@ PUT_WINDOW = 4 << 20
 _WARM_UP_SECONDS = 1.0
 """Bound on what a worker may take to connect to itself at its start. It takes 20 ms, or 80 ms where `get` matters."""
 
+_MAX_OFFER = 2048
+_MAX_WHY = 256
 _MAX_SLOTS = 4096
 _MAX_SLOT_BYTES = 1 << 30
 
@@ -71,11 +76,16 @@ where layers are registered by themselves."""
 
 # Transports by which UCX reads another process's memory without that process: on one host, and between hosts.
 _HOST_READS = frozenset({"cma", "knem", "xpmem"})
+_GPU_READS = frozenset({"cuda_ipc"})
 _NETWORK_READS = ("rc", "dc")
 
 _ORDERED = platform.machine() in ("x86_64", "AMD64")
 """A recall is a store before the user's stores, and the check a load after the copy's loads. x86 keeps that order by
 itself; elsewhere it would take barriers that Python does not have, and nothing is lent."""
+
+_GPU_OPTIONS = {"CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
+"""By itself UCX gets over CUDA IPC only where every NVLink of the first GPU is up. Where there is none, one GPU can be
+shared by two processes all the same, and others may reach each other over PCIe; the sample says whether it works."""
 
 _MAX_LOAN = 1 << 40
 """Bytes that may be lent by one slot, before the slot's size and the length of a run say better."""
@@ -88,6 +98,16 @@ _Key = Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 _log = get_logger("transport")
+
+
+class _Device(msgspec.Struct, frozen=True, array_like=True):
+    """The source's staging on its GPU: how much of it each slot lends at most, and a sample of it."""
+
+    slot_bytes: _Size
+    address: _Word
+    rkey: _Key
+    sample: Annotated[bytes, msgspec.Meta(min_length=16, max_length=256)]
+    gpu: bool
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True, tag="ucx-offer"):
@@ -104,6 +124,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True, tag="ucx-offer"):
     address: _Word
     rkey: _Key
     lends: bool = False
+    device: _Device | None = None
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True, tag="ucx-answer"):
@@ -114,6 +135,8 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True, tag="ucx-answer"):
     address: _Word = 0
     rkey: _Key = b""
     lends: bool = False
+    device: bool = False
+    no_device: Annotated[str, msgspec.Meta(max_length=_MAX_WHY)] = ""
 
 
 class UcxConnection(Connection):
@@ -152,6 +175,11 @@ class UcxConnection(Connection):
         self._pending: set[asyncio.Future[int] | asyncio.Future[ByteView | Lent]] = set()
         self._fencing: asyncio.Task[None] | None = None
         self._quarantined = False
+        self._device_slot_bytes = 0
+        self._device: bool | None = None
+        self._no_device = ""
+        self._released = False
+        self._when_fenced: list[Callable[[], None]] = []
         endpoint.on_message = self._received
         endpoint.on_failure = self._failed
 
@@ -160,7 +188,9 @@ class UcxConnection(Connection):
             found = dict.fromkeys(f"{name}/{device}" for name, device in self._endpoint.transports() if device)
             self._carriers = "+".join(found) or self._carriers
         lane = "no lane yet" if self.lane is None else "shared memory" if self.lane == "shared" else self.lane
-        if self.lends:
+        if self.lends_device:
+            lane += " between GPUs"
+        elif self.lends:
             lane += " and direct reads"
         return f"{lane}, {self._carriers or 'not connected'}"
 
@@ -250,10 +280,32 @@ class UcxConnection(Connection):
             self._region = self._endpoint.worker.register(Slab.of(file.memory))
             rkey = self._region.rkey
         lends = "get" in lanes and _ORDERED and slot_bytes > MAX_KEYS_BYTES and self._owner.exports() is not None
+        device = self._describe_device() if lends and self._device_slot_bytes else None
         self._offered = _Offer(
-            lanes, slots, slot_bytes, nonce, self._owner.host_id, os.getpid(), file.fd, own.address, rkey, lends
+            lanes, slots, slot_bytes, nonce, self._owner.host_id, os.getpid(), file.fd, own.address, rkey, lends, device
         )
-        return msgspec.msgpack.encode(self._offered)
+        encoded = msgspec.msgpack.encode(self._offered)
+        if device is not None and len(encoded) > _MAX_OFFER:
+            _log.info("no room to offer the memory of the GPU", peer=self.peer_address, nbytes=len(encoded))
+            self._offered = msgspec.structs.replace(self._offered, device=None)
+            encoded = msgspec.msgpack.encode(self._offered)
+        if self._device_slot_bytes and self._offered.device is None:
+            self._no_device = self._why_not_offered(lanes, lends)
+        return encoded
+
+    def _why_not_offered(self, lanes: tuple[Lane, ...], lends: bool) -> str:
+        if not self._reads:
+            return "the peer is on another host, or has no staging on a GPU"
+        if "get" not in lanes:
+            return self._carried_lanes()["get"] or "lane get is not allowed"
+        return "the staging could not be registered" if lends else "slots this small can't lend (slot_bytes)"
+
+    def _describe_device(self) -> _Device | None:
+        staging, exports = self._owner.device, self._owner.exports()
+        if staging is None or exports is None:
+            return None
+        slab = staging.slab
+        return _Device(self._device_slot_bytes, slab.address, exports.key(slab), staging.sample, slab.gpu)
 
     def accept_lane(self, offer: bytes, allowed: tuple[Lane, ...], *, borrows: bool = True) -> bytes:
         if self.dialed or self.lane is not None:
@@ -267,7 +319,7 @@ class UcxConnection(Connection):
             "put": self._accept_put,
         }
         reasons: dict[Lane, str] = {}
-        for lane in LANES:
+        for lane in ("get", *LANES) if self._device else LANES:
             if lane not in allowed:
                 reasons[lane] = "not allowed here"
             elif lane not in described.lanes:
@@ -277,8 +329,13 @@ class UcxConnection(Connection):
             else:
                 try:
                     answer = tries[lane](described)
-                    if not borrows:
+                    if self._device and lane == "get":
+                        answer = msgspec.structs.replace(answer, device=answer.lends)
+                    elif not borrows:
                         answer = self._without_loans(answer)
+                    if not answer.device:
+                        why = self._no_device or (reasons.get("get", "")[:_MAX_WHY] if self._device else "")
+                        answer = msgspec.structs.replace(answer, no_device=why)
                 except _LaneImpossible as impossible:
                     reasons[lane] = str(impossible)
                     continue
@@ -376,6 +433,8 @@ class UcxConnection(Connection):
             raise ProtocolError(f"{self.peer_address}: its lane answer is not one to our offer")
         if decoded.lends and decoded.lane == "get" and not self._offered.lends:
             raise ProtocolError(f"{self.peer_address}: its lane answer takes up loans that were not offered")
+        if decoded.device and not (decoded.lends and decoded.lane == "get" and self._offered.device is not None):
+            raise ProtocolError(f"{self.peer_address}: its lane answer takes up memory of a GPU that was not offered")
         if decoded.lane == "put":
             if not decoded.rkey or not decoded.address:
                 raise ProtocolError(f"{self.peer_address}: its lane answer does not say where to put")
@@ -388,6 +447,8 @@ class UcxConnection(Connection):
         self.slots = offer.slots
         self.slot_bytes = offer.slot_bytes
         self.lends = answer.lends and lane in ("shared", "get")
+        self.lends_device = answer.device
+        self.no_device = answer.no_device or self._no_device
         if self.lends:
             self.lent_runs = (offer.slot_bytes - (MAX_KEYS_BYTES if lane == "get" else 0)) // 8
         _log.debug("lane opened", peer=self.peer_address, lane=lane, dialed=self.dialed, carriers=self.describe())
@@ -402,6 +463,70 @@ class UcxConnection(Connection):
     def _return_budget(self) -> None:
         taken, self._taken = self._taken, 0
         self._owner.budget.give_back(taken)
+
+    # -- memory of GPUs
+
+    def offer_device(self, slot_bytes: int) -> None:
+        if self._owner.device is not None:
+            self._device_slot_bytes = slot_bytes
+
+    def device_offered(self, offer: bytes) -> DeviceOffer | None:
+        described = _decode(offer, _Offer, self.peer_address)
+        device = described.device
+        if device is None:
+            return None
+        return DeviceOffer(described.slots, device.slot_bytes, device.sample, self._why_no_device(described, device))
+
+    def _why_no_device(self, offer: _Offer, device: _Device) -> str:
+        if offer.host_id != self._owner.host_id:
+            return "the peer is on another host"
+        if self._owner.device is None:
+            return "there is no staging on a GPU here"
+        if not (_ORDERED and offer.lends and offer.slot_bytes > MAX_KEYS_BYTES):
+            return "this connection can't lend"
+        reason = self._carried_lanes()["get"]
+        if reason:
+            return reason
+        names = {name for name, device in self._endpoint.transports() if device}
+        if not names & (_GPU_READS if device.gpu else _HOST_READS):
+            return f"UCX uses {'+'.join(sorted(names))} here, which can't read the memory of the peer's GPU"
+        return ""
+
+    def try_device(self, offer: bytes, address: int) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = self._loop.create_future()
+        device = _decode(offer, _Offer, self.peer_address).device
+        if device is None:
+            raise RuntimeError("the source has offered no memory of a GPU")
+
+        def ended(status: int) -> None:
+            if status == _ucp.OK:
+                future.set_result(None)
+            else:
+                _fail_quietly(future, PeerLost(f"{self.peer_address}: {self._owner.words(status)}"))
+
+        if self.lost:
+            _fail_quietly(future, PeerLost(f"{self.peer_address}: the connection is closed"))
+            return future
+        try:
+            key = self._unpack(device.rkey)
+            # What can't be read directly UCX has the peer's processor copy into messages, sooner or later.
+            status = self._endpoint.map_remote(key, device.address) if device.gpu else _ucp.OK
+            if status != _ucp.OK:
+                raise PeerLost(f"{self.peer_address}: its GPU's memory can't be mapped: {self._owner.words(status)}")
+            self._endpoint.get_all([(address, len(device.sample), device.address, key)], ended)
+        except KVStreamError as error:
+            _fail_quietly(future, error)
+        return future
+
+    def settle_device(self, why: str) -> None:
+        self._device = not why
+        self._no_device = why[:_MAX_WHY]
+
+    def when_fenced(self, call: Callable[[], None]) -> None:
+        if self._released:
+            call()
+        else:
+            self._when_fenced.append(call)
 
     # -- bytes, source side
 
@@ -725,6 +850,10 @@ class UcxConnection(Connection):
         self._seen = None
         self._return_budget()
         self._owner.drop(self)
+        self._released = True
+        waiting, self._when_fenced = self._when_fenced, []
+        for call in waiting:
+            call()
 
 
 class UcxTransport(Transport):
@@ -768,6 +897,7 @@ class UcxTransport(Transport):
         self._reader: UcpWorker | None = None
         self._on_connection: Callable[[Connection], None] | None = None
         self._connections: dict[UcxConnection, None] = {}
+        self.device: DeviceStaging | None = None
         self._slabs: list[Slab] = []
         self._registered: list[Region] = []
         self._exports: Exports | None = None
@@ -808,6 +938,7 @@ class UcxTransport(Transport):
             host_id=self.host_id,
             scope=interface.scope,
             get_port=get_port,
+            device=self.device is not None and get_port != 0,
         )
 
     async def dial(self, address: ListenAddress, lanes: tuple[Lane, ...]) -> Connection:
@@ -853,6 +984,15 @@ class UcxTransport(Transport):
 
     def expose(self, slabs: Sequence[Slab]) -> None:
         self._slabs.extend(slabs)
+
+    def attach_device(self, staging: DeviceStaging) -> bool:
+        if self._on_connection is not None or self.device is not None:
+            raise RuntimeError("a transport is given the staging of one device, before it starts")
+        if "get" not in self._lanes:
+            return False
+        self.device = staging
+        self.expose([staging.slab])
+        return True
 
     async def aclose(self) -> None:
         self._closed = True
@@ -917,7 +1057,8 @@ class UcxTransport(Transport):
             async with asyncio.timeout(_WARM_UP_SECONDS):
                 await converse(tcp, tcp, host)
                 # Elsewhere peers come over the other worker only where they are not allowed anything better.
-                if reader is not None and (self._has_rdma or "shared" not in self._lanes):
+                peers = self._has_rdma or self.device is not None or "shared" not in self._lanes
+                if reader is not None and peers:
                     await self._warm_up_reader(reader, host)
         except (KVStreamError, TimeoutError) as error:
             _log.info("the first connections will be slow: UCX was not warmed up", why=str(error) or "no time left")
@@ -935,7 +1076,8 @@ class UcxTransport(Transport):
 
     def _first_lane(self, address: ListenAddress, lanes: tuple[Lane, ...]) -> Lane:
         same_host = address.host_id == self.host_id
-        for lane in LANES:
+        devices = same_host and address.device and self.device is not None
+        for lane in ("get", *LANES) if devices else LANES:
             usable = {
                 "shared": same_host,
                 # Without RDMA there is nothing that reads over a network.
@@ -948,7 +1090,12 @@ class UcxTransport(Transport):
 
     def _open_reader(self) -> UcpWorker:
         if self._reader is None:
-            self._reader = self._open_worker({})
+            device = self.device
+            self._reader = self._open_worker(
+                {},
+                around=device.current if device is not None else nullcontext,
+                gpu_options=_GPU_OPTIONS if device is not None and device.slab.gpu else {},
+            )
         return self._reader
 
     def _tcp_options(self) -> dict[str, str]:
@@ -959,7 +1106,13 @@ class UcxTransport(Transport):
             options["CM_USE_ALL_DEVICES"] = "n"
         return options
 
-    def _open_worker(self, options: Mapping[str, str]) -> UcpWorker:
+    def _open_worker(
+        self,
+        options: Mapping[str, str],
+        *,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+        gpu_options: Mapping[str, str] | None = None,
+    ) -> UcpWorker:
         if self._ucp is None or self._interface is None:
             raise RuntimeError("the transport is not started")
         # UCX's own thread, which sees to its sockets, and the loop share a lock. A spinlock costs the loop the time
@@ -970,7 +1123,13 @@ class UcxTransport(Transport):
             fixed["NET_DEVICES"] = ",".join(self._interface.devices)
             # Which of them has the default route would be asked of the kernel a hundred times a connection.
             fixed["TCP_PREFER_DEFAULT"] = "n"
-        return UcpWorker(self._ucp, asyncio.get_running_loop(), {**fixed, **self._options})
+        return UcpWorker(
+            self._ucp,
+            asyncio.get_running_loop(),
+            {**fixed, **self._options},
+            around=around,
+            gpu_options=gpu_options,
+        )
 
     def _accept_plain(self, endpoint: Endpoint) -> None:
         self._accept(endpoint, reads=False)

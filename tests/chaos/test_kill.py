@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvstream import KVPool, PeerLost, Runtime
+from kvstream import PeerLost, Runtime
 from kvstream.discovery import EmbeddedServer
-from tests.integration.worker import BLOCKS, LAYOUT, WAYS, worker
+from tests.fake_cupy import FakeCupy
+from tests.integration.worker import ALL_WAYS, BLOCKS, LAYOUT, allocate, worker
 from tests.timing import Death
 
 pytestmark = pytest.mark.chaos
@@ -38,12 +39,12 @@ async def server() -> AsyncIterator[EmbeddedServer]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("way", list(WAYS))
-async def test_destination_killed(server: EmbeddedServer, way: str) -> None:
-    lane, config = WAYS[way]
+@pytest.mark.parametrize("way", list(ALL_WAYS))
+async def test_destination_killed(server: EmbeddedServer, cupy: FakeCupy, way: str) -> None:
+    lane, config = ALL_WAYS[way]
     rng = random.Random(way)
     took: list[float] = []
-    pool = KVPool.allocate(LAYOUT, blocks=BLOCKS)
+    pool = allocate(way)
     async with Runtime("prefill-0", pool=pool, nats=server.url, lanes=lane, config=config) as source:
         for number in range(ROUNDS):
             name = f"decode-{number}"
@@ -75,12 +76,12 @@ async def test_destination_killed(server: EmbeddedServer, way: str) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("way", list(WAYS))
-async def test_source_killed(server: EmbeddedServer, way: str) -> None:
-    lane, config = WAYS[way]
+@pytest.mark.parametrize("way", list(ALL_WAYS))
+async def test_source_killed(server: EmbeddedServer, cupy: FakeCupy, way: str) -> None:
+    lane, config = ALL_WAYS[way]
     rng = random.Random(way)
     took: list[float] = []
-    pool = KVPool.allocate(LAYOUT, blocks=BLOCKS)
+    pool = allocate(way)
     async with Runtime("decode-0", pool=pool, nats=server.url, lanes=lane, config=config) as target:
         for number in range(ROUNDS):
             async with worker(f"prefill-{number}", server.url, way) as other:

@@ -14,8 +14,8 @@ import pytest
 from transport_suite import Harness, TransportSuite, move, pattern
 
 from kvstream.errors import ConfigError, Corrupted, PeerLost, ProtocolError
-from kvstream.transport import ucx
-from kvstream.transport._worker import Endpoint
+from kvstream.transport import _ucp, ucx
+from kvstream.transport._worker import Endpoint, UcpWorker
 from kvstream.transport.base import LANES, Lane, StagingBudget
 from kvstream.transport.ucx import UcxConnection, UcxTransport, probe_lanes
 
@@ -307,3 +307,16 @@ async def test_nobody_listens(both: Harness) -> None:
     async with asyncio.timeout(20):
         with pytest.raises(PeerLost, match="can't be reached"):
             await both.source.dial(both.address, LANES)
+
+
+async def test_options_of_a_module_that_is_not_here_are_left_out() -> None:
+    """Those for CUDA, without a CUDA driver; any others are an error."""
+    ucp = _ucp.load()
+    loop = asyncio.get_running_loop()
+    worker = UcpWorker(ucp, loop, {"NET_DEVICES": "lo"}, gpu_options={"NO_MODULE_KNOWS_THIS": "y"})
+    try:
+        worker.listen("127.0.0.1", 0)
+    finally:
+        worker.close()
+    with pytest.raises(Exception, match="Invalid parameter"):
+        UcpWorker(ucp, loop, {"NO_MODULE_KNOWS_THIS": "y"})

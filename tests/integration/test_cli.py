@@ -354,8 +354,9 @@ def test_workers_of_a_frozen_server(start: Start, run: Run) -> None:
 # -- doctor
 
 NAMES = [
-    "python", "kvstream", "uvloop", "ucx", "transports", "rdma", "lane shared", "lane get", "lane put", "round trip",
-    "cuda", "nats-server", "server", "nats", "shared memory", "ptrace", "memlock", "descriptors", "cpus", "demo model",
+    "python", "kvstream", "uvloop", "ucx", "transports", "rdma", "gpu to gpu", "lane shared", "lane get", "lane put",
+    "round trip", "cuda", "nats-server", "server", "nats", "shared memory", "ptrace", "memlock", "descriptors", "cpus",
+    "demo model",
 ]  # fmt: skip
 
 
@@ -417,7 +418,7 @@ def test_doctor_for_people(run: Run, environ: Environ) -> None:
     (get,) = (line for line in lines if "lane get" in line)
     assert get.startswith("warn  lane get ")
     assert any("`kvstream server`" in line for line in lines)
-    assert re.match(r"20 checks in \d+\.\d s: \d+ ok, \d+ to look at, 0 failed", lines[-1])
+    assert re.match(r"21 checks in \d+\.\d s: \d+ ok, \d+ to look at, 0 failed", lines[-1])
 
 
 @pytest.fixture

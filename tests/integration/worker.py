@@ -12,6 +12,7 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ import uvloop
 
 from kvstream import KVLayout, KVPool, KVStreamError, Offer, ReceiveStream, Runtime, RuntimeConfig
 from kvstream.discovery import Changes, Left
+from tests.fake_cupy import FakeCupy
 
 WAYS = {
     "shared": ("shared", RuntimeConfig(stall_timeout=30)),
@@ -33,6 +35,12 @@ WAYS = {
 }
 """How bytes move: the lane and the configuration for it. "lent" and "lent-get" are the lanes with every block
 read in place. The stall time-out is long: it must not be what finds the dead, a kill has to show at once."""
+
+DEVICE_WAYS = {
+    "device": ("get", RuntimeConfig(stall_timeout=30, device_slot_bytes=64 << 10, device_staging=8 << 20)),
+}
+"""The same from GPU to GPU, which are stand-ins: both ends have their pools there."""
+ALL_WAYS = {**WAYS, **DEVICE_WAYS}
 
 LAYOUT = KVLayout(layers=8, kv_heads=2, head_dim=64, block_tokens=16, dtype="bfloat16")
 BLOCKS = 512
@@ -141,7 +149,12 @@ class Child:
         }
 
 
-async def serve(pipe: Connection, name: str, url: str, lane: str, config: RuntimeConfig) -> None:
+def allocate(way: str) -> KVPool:
+    """A pool for this way."""
+    return KVPool.allocate(LAYOUT, blocks=BLOCKS, device="cuda:0" if way in DEVICE_WAYS else "cpu")
+
+
+async def serve(pipe: Connection, name: str, url: str, way: str) -> None:
     """The child's main: obey the parent until it says quit or is gone."""
     loop = asyncio.get_running_loop()
     commands: asyncio.Queue[tuple[Any, ...] | None] = asyncio.Queue()
@@ -152,7 +165,8 @@ async def serve(pipe: Connection, name: str, url: str, lane: str, config: Runtim
         except EOFError:
             commands.put_nowait(None)
 
-    pool = KVPool.allocate(LAYOUT, blocks=BLOCKS)
+    lane, config = ALL_WAYS[way]
+    pool = allocate(way)
     async with (
         Runtime(name, roles={"decode"}, pool=pool, nats=url, lanes=lane, config=config) as runtime,
         runtime.registry.watch() as changes,
@@ -175,9 +189,11 @@ async def serve(pipe: Connection, name: str, url: str, lane: str, config: Runtim
             task.cancel()
 
 
-def main(pipe: Connection, *arguments: Any) -> None:
+def main(pipe: Connection, name: str, url: str, way: str) -> None:
     """Entry of the child process."""
-    uvloop.run(serve(pipe, *arguments))
+    if way in DEVICE_WAYS:
+        sys.modules["cupy"] = FakeCupy()
+    uvloop.run(serve(pipe, name, url, way))
 
 
 class Worker:
@@ -223,7 +239,7 @@ _context.set_forkserver_preload(["tests.integration.preload"])
 async def worker(name: str, url: str, way: str) -> AsyncIterator[Worker]:
     """Start a child and wait until it is registered; on exit it is gone, whatever happened."""
     ours, theirs = _context.Pipe()
-    process = _context.Process(target=main, args=(theirs, name, url, *WAYS[way]), daemon=True)
+    process = _context.Process(target=main, args=(theirs, name, url, way), daemon=True)
     process.start()
     theirs.close()
     it = Worker(process, ours)

@@ -304,7 +304,7 @@ async def test_cancelled_checks_are_undone() -> None:
 
 def test_names_of_checks_are_unique_and_short() -> None:
     names = [name for group in doctor.all_groups() for name in group.names]
-    assert len(names) == len(set(names)) == 20
+    assert len(names) == len(set(names)) == 21
     assert max(map(len, names)) <= 13
 
 
@@ -433,6 +433,20 @@ def test_rdma_or_why_not(transports: Sequence[str], devices: Sequence[str], stat
     check = trials._judge_rdma(transports, devices)
     assert check.status == status
     assert remedy in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("transports", "gpu", "status", "words"),
+    [
+        (("tcp", "cma"), False, "ok", "no NVIDIA GPU"),
+        (("tcp", "cma"), True, "warn", "by way of the host"),
+        (("tcp", "cuda_ipc"), True, "ok", "stay on the GPUs"),
+    ],
+)
+def test_from_gpu_to_gpu(transports: tuple[str, ...], gpu: bool, status: str, words: str) -> None:
+    check = trials.judge_gpus(transports, gpu=gpu)
+    assert (check.name, check.status, bool(check.remedy)) == ("gpu to gpu", status, status != "ok")
+    assert words in check.found
 
 
 def test_lanes_are_judged_by_what_needs_them() -> None:
