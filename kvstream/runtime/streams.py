@@ -102,7 +102,7 @@ class Streams:
                 f"{tokens} tokens take {needed} blocks of {self.pool.layout.block_tokens} tokens, {len(ids)} given;"
                 " give them all, or open the stream with growing=True and extend() it",
             )
-        return ids[:needed]
+        return ids if len(ids) == needed else ids[:needed]
 
     def open_send(
         self,
@@ -196,7 +196,10 @@ class Streams:
     def call_threadsafe(self, call: Callable[[], None]) -> None:
         """Run `call` on the loop, from any thread. A closed loop has ended every stream: nothing is left to do."""
         try:
-            self._loop.call_soon_threadsafe(call)
+            if self.is_here:
+                self._loop.call_soon(call)  # without the system call that wakes a waiting loop
+            else:
+                self._loop.call_soon_threadsafe(call)
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
