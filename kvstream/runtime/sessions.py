@@ -169,6 +169,9 @@ class SendStream(_Stream):
         self._share = share
         self._retry = retry
         self._metadata = metadata
+        self._layers = len(self._layer_times)
+        self._clock = streams.clock
+        self._is_device = streams.pool.is_device
         self._marks: deque[tuple[int, int, int, float, object | None]] = deque()
         self._wake_due = False
         self._awaited: Completion | None = None
@@ -227,16 +230,17 @@ class SendStream(_Stream):
         of range, and for what is no event; a gap, or tokens beyond the blocks given so far, end the stream with one. It
         does nothing after the end.
         """
-        if type(layer) is not int or not 0 <= layer < len(self._layer_times):
-            layer = whole("layer", layer, 0, len(self._layer_times) - 1)
+        # The engine's own time, once per layer and with cold caches: each further call in here costs a microsecond.
+        if type(layer) is not int or not 0 <= layer < self._layers:
+            layer = whole("layer", layer, 0, self._layers - 1)
         start, stop = (0, self._tokens) if tokens is None else token_range(tokens, self._tokens)
         if self.key == 0:
             raise ConfigError("stream", f"layer_ready: {self._name!r} has not been entered; use it with `async with`")
-        if event is None:
-            event = self._streams.pool.mark()
-        else:
+        if event is not None:
             self._streams.pool.check_event(event)
-        self._marks.append((layer, start, stop, self._streams.clock(), event))
+        elif self._is_device:
+            event = self._streams.pool.mark()
+        self._marks.append((layer, start, stop, self._clock(), event))
         if not self._wake_due:
             self._wake_due = True
             self._streams.call_threadsafe(self._drain)
