@@ -321,6 +321,9 @@ class Registry:
 
     def lookup(self, worker: str) -> WorkerRecord | None:
         """The worker `name/rank`, or of `name` the lowest rank there is. None where there is none."""
+        entry = self._table.get(worker)
+        if entry is not None:
+            return entry.record
         name, rank = parse_worker(worker)
         if rank is not None:
             entry = self._table.get(f"{name}/{rank}")

@@ -17,7 +17,7 @@ import msgspec
 
 from kvstream import wire
 from kvstream.config import RuntimeConfig
-from kvstream.discovery.records import WorkerRecord
+from kvstream.discovery.records import DataAddress, WorkerRecord
 from kvstream.errors import (
     ConfigError,
     Fenced,
@@ -230,7 +230,7 @@ class Links:
         return link, connection.slots
 
     async def _dial_transport(self, record: WorkerRecord) -> Connection:
-        address = msgspec.convert(record.address, ListenAddress, from_attributes=True)
+        address = _listens_at(record.address)
         mine = self.address
         if mine is not None and address.scope == "loopback" and address.host_id != mine.host_id:
             raise ConfigError(
@@ -460,6 +460,17 @@ class Links:
         if not task.cancelled() and (error := task.exception()) is not None:
             # A bug, not a peer's doing: those are KVStreamErrors and handled where they arise.
             self._loop.call_exception_handler({"message": f"kvstream: {task.get_name()} failed", "exception": error})
+
+
+def _listens_at(address: DataAddress) -> ListenAddress:
+    return ListenAddress(
+        transport=address.transport,
+        host=address.host,
+        port=address.port,
+        host_id=address.host_id,
+        scope=address.scope,
+        get_port=address.get_port,
+    )
 
 
 async def _heard(link: _Link) -> wire.Frame:

@@ -332,6 +332,7 @@ class Runtime:
             name,
             ids,
             tokens,
+            choose=lambda: self._choose(request, policy or candidates),
             route=lambda: self._route(request, policy or candidates),
             deadline=self.config.deadline if deadline is None else seconds("deadline", deadline),
             priority=priority,
@@ -382,11 +383,8 @@ class Runtime:
     # ------------------------------------------------------------------ helpers
 
     async def _route(self, request: RouteRequest, to: RoutingPolicy | list[str]) -> list[str]:
-        """Workers to try, in order. When none of them is there yet, the registry's news is awaited, bounded."""
+        """Workers to try, in order, when none was there at first: the registry's news is awaited, bounded."""
         registry = self._registry
-        found = self._choose(request, to)
-        if found:
-            return found
         try:
             async with asyncio.timeout(self.config.connect_timeout / 2), registry.watch() as changes:
                 async for _ in changes:
@@ -407,6 +405,7 @@ class Runtime:
         )
 
     def _choose(self, request: RouteRequest, to: RoutingPolicy | list[str]) -> list[str]:
+        """Workers to try, in order, as far as they are known now."""
         registry = self._registry
         if isinstance(to, list):
             return to if any(registry.lookup(worker) is not None for worker in to) else []

@@ -153,6 +153,7 @@ class SendStream(_Stream):
         ids: BlockIds,
         tokens: int,
         *,
+        choose: Callable[[], Sequence[str]],
         route: Callable[[], Awaitable[Sequence[str]]],
         deadline: float,
         priority: int,
@@ -161,12 +162,16 @@ class SendStream(_Stream):
         retry: bool,
     ) -> None:
         super().__init__(streams, name, ids, tokens)
+        self._choose = choose
         self._route = route
         self._deadline = deadline
         self._priority = priority
         self._share = share
         self._retry = retry
         self._metadata = metadata
+        self._layers = len(self._layer_times)
+        self._clock = streams.clock
+        self._is_device = streams.pool.is_device
         self._marks: deque[tuple[int, int, int, float, object | None]] = deque()
         self._wake_due = False
         self._awaited: Completion | None = None
@@ -179,19 +184,13 @@ class SendStream(_Stream):
 
     async def __aenter__(self) -> Self:
         self._enter()
-        start = self._streams.driver.now()
-        try:
-            async with asyncio.timeout(self._deadline):
-                candidates = await self._route()
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"stream {self._name}: the deadline passed while its destination was looked for"
-            ) from None
-        remaining = self._deadline - (self._streams.driver.now() - start)
+        candidates, deadline = self._choose(), self._deadline
+        if not candidates:
+            candidates, deadline = await self._look_for_destination()
         self._streams.open_send(
             self,
             candidates,
-            deadline=max(remaining, 0.0),
+            deadline=deadline,
             priority=self._priority,
             share=self._share,
             metadata=self._metadata,
@@ -204,6 +203,18 @@ class SendStream(_Stream):
     ) -> None:
         if not self.ended:
             self.cancel("left before done()" if error is None else f"its user failed: {type(error).__name__}")
+
+    async def _look_for_destination(self) -> tuple[Sequence[str], float]:
+        """Candidates, and the seconds that finding them has left of the deadline."""
+        start = self._streams.driver.now()
+        try:
+            async with asyncio.timeout(self._deadline):
+                candidates = await self._route()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"stream {self._name}: the deadline passed while its destination was looked for"
+            ) from None
+        return candidates, max(self._deadline - (self._streams.driver.now() - start), 0.0)
 
     def layer_ready(self, layer: int, tokens: tuple[int, int] | None = None, *, event: object | None = None) -> None:
         """KV of `layer` is in the pool, for the tokens [start, stop) (default: all). Callable from any thread; it never
@@ -219,15 +230,17 @@ class SendStream(_Stream):
         of range, and for what is no event; a gap, or tokens beyond the blocks given so far, end the stream with one. It
         does nothing after the end.
         """
-        layer = whole("layer", layer, 0, len(self._layer_times) - 1)
+        # The engine's own time, once per layer and with cold caches: each further call in here costs a microsecond.
+        if type(layer) is not int or not 0 <= layer < self._layers:
+            layer = whole("layer", layer, 0, self._layers - 1)
         start, stop = (0, self._tokens) if tokens is None else token_range(tokens, self._tokens)
         if self.key == 0:
             raise ConfigError("stream", f"layer_ready: {self._name!r} has not been entered; use it with `async with`")
-        if event is None:
-            event = self._streams.pool.mark()
-        else:
+        if event is not None:
             self._streams.pool.check_event(event)
-        self._marks.append((layer, start, stop, self._streams.clock(), event))
+        elif self._is_device:
+            event = self._streams.pool.mark()
+        self._marks.append((layer, start, stop, self._clock(), event))
         if not self._wake_due:
             self._wake_due = True
             self._streams.call_threadsafe(self._drain)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 from collections.abc import Awaitable, Callable, Sequence
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ class Streams:
         self.clock = clock
         self.config = config
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._log = get_logger("streams")
         layout = pool.layout
         self.core = Scheduler(
@@ -74,7 +74,7 @@ class Streams:
     @property
     def is_here(self) -> bool:
         """Whether this is the thread of the runtime's loop."""
-        return threading.get_ident() == self._thread
+        return get_ident() == self._thread
 
     def check_here(self, what: str) -> None:
         """Raise ConfigError unless this is the loop's thread: elsewhere the call would change the loop's state under
@@ -102,7 +102,7 @@ class Streams:
                 f"{tokens} tokens take {needed} blocks of {self.pool.layout.block_tokens} tokens, {len(ids)} given;"
                 " give them all, or open the stream with growing=True and extend() it",
             )
-        return ids[:needed]
+        return ids if len(ids) == needed else ids[:needed]
 
     def open_send(
         self,
@@ -196,7 +196,10 @@ class Streams:
     def call_threadsafe(self, call: Callable[[], None]) -> None:
         """Run `call` on the loop, from any thread. A closed loop has ended every stream: nothing is left to do."""
         try:
-            self._loop.call_soon_threadsafe(call)
+            if get_ident() == self._thread:
+                self._loop.call_soon(call)  # without the system call that wakes a waiting loop
+            else:
+                self._loop.call_soon_threadsafe(call)
         except RuntimeError:
             if not self._loop.is_closed():
                 raise

@@ -98,7 +98,7 @@ class Outbound:
     age: int
     retry: bool = False
     """Whether those that refuse for now are asked again."""
-    again: list[str] = field(default_factory=list[str])
+    again: list[str] = field(init=False)
     """Those that did since the last pause."""
     pause: float = 0.0
     """The least time after which one of them advised to ask again."""
@@ -111,21 +111,25 @@ class Outbound:
     link: Link | None = None
     num: int = 0
     first_block: int = 0
-    watermark: list[int] = field(default_factory=list[int])
-    pending: deque[Piece] = field(default_factory=deque[Piece])
+    watermark: list[int] = field(init=False)
+    pending: deque[Piece] = field(init=False)
     turn: SourceTurn | None = None
     """Its place among those who wait for a slot."""
     chunks: int = 0
     announced: int = 0
     confirmed: int = 0
-    staged: dict[int, Ready] = field(default_factory=dict[int, Ready])
-    in_flight: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
+    staged: dict[int, Ready] = field(init=False)
+    in_flight: deque[tuple[int, int]] = field(init=False)
     payload: bytes | None = None
     stepped: float = 0.0
     """When it last made a step."""
 
     def __post_init__(self) -> None:
+        self.again = []
         self.watermark = [0] * self.layers
+        self.pending = deque()
+        self.staged = {}
+        self.in_flight = deque()
 
     def advance(self, layer: int, start: int, stop: int) -> None:
         """Tokens [start, stop) of a layer are computed. Ranges come in order and may repeat what was said before.

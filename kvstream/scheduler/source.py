@@ -489,7 +489,7 @@ def _check_offer(
     name: str, tokens: int, candidates: Sequence[str], deadline: float, priority: int, share: str, metadata: bytes
 ) -> None:
     """Raise ConfigError for what a peer would refuse to decode: that would cost the connection, not just the stream."""
-    if not 0 < len(name) <= wire.MAX_STREAM_ID or name != name.encode(errors="replace").decode():
+    if not 0 < len(name) <= wire.MAX_STREAM_ID or not _is_unicode(name):
         raise ConfigError("stream", f"must be 1 to {wire.MAX_STREAM_ID} characters of valid Unicode, is {name!r}")
     if not 0 < tokens <= wire.MAX_COUNT:
         raise ConfigError("tokens", f"must be 1 to {wire.MAX_COUNT}, is {tokens}")
@@ -499,10 +499,14 @@ def _check_offer(
         raise ConfigError("deadline", "must be a number of seconds, is NaN")
     if abs(priority) > wire.MAX_PRIORITY:
         raise ConfigError("priority", f"must be {-wire.MAX_PRIORITY} to {wire.MAX_PRIORITY}, is {priority}")
-    if len(share) > wire.MAX_SHARE or share != share.encode(errors="replace").decode():
+    if len(share) > wire.MAX_SHARE or not _is_unicode(share):
         raise ConfigError("share_class", f"must be at most {wire.MAX_SHARE} characters of valid Unicode, is {share!r}")
     if len(metadata) > wire.MAX_METADATA:
         raise ConfigError("metadata", f"takes {len(metadata)} bytes, the limit is {wire.MAX_METADATA}")
+
+
+def _is_unicode(text: str) -> bool:
+    return text.isascii() or text == text.encode(errors="replace").decode()
 
 
 def _in_doubt(error: KVStreamError, stream: Outbound) -> KVStreamError:

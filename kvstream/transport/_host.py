@@ -22,6 +22,9 @@ from kvstream.errors import ConfigError
 __all__ = ["Interface", "PeerMemory", "has_rdma", "host_id", "read_process", "resolve_interface"]
 
 _SIOCGIFADDR = 0x8915
+# CDLL, not PyDLL: engine threads may run while this one copies.
+_readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
+_readv.restype = ctypes.c_ssize_t
 
 
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,9 +100,6 @@ class PeerMemory:
         self._pidfd = os.pidfd_open(pid)
         self._poll = select.poll()
         self._poll.register(self._pidfd, select.POLLIN)
-        # CDLL, not PyDLL: engine threads may run while this one copies.
-        self._readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
-        self._readv.restype = ctypes.c_ssize_t
 
     @property
     def alive(self) -> bool:
@@ -119,7 +119,7 @@ class PeerMemory:
             window = slice(start, start + self._MAX_RUNS)
             theirs, ours = _vectors(remote[window], run), _vectors(local[window], run)
             size = len(local[window]) * run
-            count = self._readv(
+            count = _readv(
                 self._pid,
                 ctypes.c_void_p(ours.ctypes.data), ctypes.c_ulong(len(ours)),
                 ctypes.c_void_p(theirs.ctypes.data), ctypes.c_ulong(len(theirs)),
@@ -161,12 +161,10 @@ class _IoVec(ctypes.Structure):
 
 def read_process(pid: int, address: int, nbytes: int) -> bytes:
     """Read another process's memory the way UCX's CMA transport does. Raises OSError (EPERM without ptrace rights)."""
-    libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(nbytes)
     local = _IoVec(ctypes.addressof(buffer), nbytes)
     remote = _IoVec(address, nbytes)
-    libc.process_vm_readv.restype = ctypes.c_ssize_t
-    count = libc.process_vm_readv(
+    count = _readv(
         ctypes.c_int(pid), ctypes.byref(local), ctypes.c_ulong(1), ctypes.byref(remote), ctypes.c_ulong(1),
         ctypes.c_ulong(0),
     )  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -12,6 +14,7 @@ from transport_suite import Harness, move, pattern, turns
 
 from kvstream.errors import PeerLost
 from kvstream.transport import _ucp, ucx
+from kvstream.transport._host import PeerMemory
 from kvstream.transport._warmup import converse
 from kvstream.transport._worker import UcpWorker
 from kvstream.transport.base import LANES, Connection, Lane, StagingBudget
@@ -52,6 +55,43 @@ async def test_the_first_connection_finds_the_protocols_selected(
             assert selections(capfd) == []
     finally:
         await harness.aclose()
+
+
+_FIRST_CONNECTION = """
+import asyncio, sys
+from test_transport_warmup import transport
+from transport_suite import Harness, move, pattern
+
+async def main():
+    harness = Harness(transport(), transport(), "shared")
+    await harness.start()
+    data, compiled = pattern(0, 1000), []
+    sys.addaudithook(lambda event, arguments: compiled.append(arguments[0]) if event == "compile" else None)
+    await move(await harness.connect(), 0, data)
+    print(compiled)
+    await harness.aclose()
+
+asyncio.run(main())
+"""
+
+
+def test_the_first_connection_finds_the_decoders_made() -> None:
+    """msgspec evaluates the annotations of a type that it decodes for the first time, which compiles each of them."""
+    command = [sys.executable, "-c", _FIRST_CONNECTION]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=15, check=True)
+    assert result.stdout.splitlines()[-1:] == ["[]"]
+
+
+async def test_a_worker_that_may_not_read_by_address_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(_memory: PeerMemory, _pid: int) -> None:
+        raise PermissionError("no pidfd")
+
+    monkeypatch.setattr(PeerMemory, "__init__", denied)
+    started = transport()
+    address = await started.start(unexpected)
+    assert address.port
+    await started.aclose()
 
 
 @pytest.fixture

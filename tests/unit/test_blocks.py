@@ -92,6 +92,21 @@ def test_a_table_is_right_or_refused(blocks: int, ids: list[int], as_array: bool
             block_table(given_ids, blocks, "blocks")
 
 
+@pytest.mark.parametrize("length", [64, 65, 200])
+def test_a_table_of_any_length_is_a_read_only_copy_or_refused(length: int) -> None:
+    ids = list(range(length))[::-1]
+    table = block_table(ids, length, "blocks")
+    ids[0] = 0
+    assert table.dtype == np.intp
+    assert table.tolist() == list(range(length))[::-1]
+    assert not table.flags.writeable
+    wrongs: list[tuple[list[Any], int]] = [(ids, length), ([*ids[1:], length], length), ([*ids[1:], -1], length)]
+    wrongs += [([*ids[1:-1], False], length), ([*ids[1:], 1.0], length)]
+    for wrong, blocks in wrongs:
+        with pytest.raises(ConfigError):
+            block_table(wrong, blocks, "blocks")
+
+
 def test_the_lowest_free_blocks_come_first() -> None:
     allocator = BlockAllocator(6)
     assert allocator.acquire(4) == [0, 1, 2, 3]

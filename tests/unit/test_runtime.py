@@ -80,6 +80,18 @@ async def test_a_stream_is_byte_exact_layer_by_layer(cluster: Cluster) -> None:
     assert idle(source, destination)
 
 
+async def test_entering_waits_for_nothing_when_the_destination_is_known(cluster: Cluster) -> None:
+    source, destination = await pair(cluster)
+    await source.registry.wait_for("decode-0/0", 5)
+    entering = source.send("req-1", blocks=SOURCE, tokens=TOKENS, to="decode-0").__aenter__()
+    with pytest.raises(StopIteration) as entered:
+        entering.send(None)
+    tx = entered.value.value
+    async with destination.receive("req-1", blocks=DESTINATION, tokens=TOKENS):
+        await prefill(tx)
+    assert idle(source, destination)
+
+
 @pytest.mark.parametrize(("group_bytes", "chunks"), [(1, LAYOUT.layers), (1 << 20, 1)])
 async def test_a_short_prompt_takes_few_chunks(cluster: Cluster, group_bytes: int, chunks: int) -> None:
     config = RuntimeConfig(group_bytes=group_bytes)
