@@ -17,6 +17,7 @@ from kvstream.errors import (
     PeerLost,
     ProtocolError,
     Refused,
+    UnknownStream,
     UnknownWorker,
 )
 from kvstream.layout import KVLayout, Shard
@@ -52,6 +53,7 @@ __all__ = [
     "SendStream",
     "Shard",
     "StreamReport",
+    "UnknownStream",
     "UnknownWorker",
     "__version__",
 ]
