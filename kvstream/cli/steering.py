@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 
+from kvstream.discovery import NatsBroker, resolve_target
 from kvstream.discovery.client import ControlClient
 from kvstream.errors import BrokerUnavailable
 
 __all__ = ["add_common_arguments", "client", "print_json", "printable", "table"]
 
-_CONNECT_SECONDS = 3.0
-"""Finding NATS, connecting to it, and the first look at the registry."""
+_SERVER_WAIT = 0.5
+"""Seconds to wait for this user's server: it starts in about that time, and somebody is watching."""
+_CONNECT_SECONDS = 0.8
+_SECONDS = 1.5
+"""Bound on finding NATS, connecting to it, and the first look at the registry, together."""
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, as_json: str) -> None:
@@ -31,14 +36,19 @@ def add_common_arguments(parser: argparse.ArgumentParser, as_json: str) -> None:
 @asynccontextmanager
 async def client(nats: str | None) -> AsyncGenerator[ControlClient]:
     """A connected client. Raises ConfigError or BrokerUnavailable in time."""
-    try:
-        async with asyncio.timeout(_CONNECT_SECONDS):
-            connected = await ControlClient.connect(nats)
-    except TimeoutError:
-        raise BrokerUnavailable(
-            f"no answer from NATS within {_CONNECT_SECONDS:g} s; `kvstream doctor` tells more"
-        ) from None
-    async with connected:
+    async with AsyncExitStack() as stack:
+        try:
+            async with asyncio.timeout(_SECONDS):
+                target = await resolve_target(nats, wait=_SERVER_WAIT)
+                broker = await NatsBroker.connect(
+                    target, rng=random.Random(), name="kvstream control", connect_timeout=_CONNECT_SECONDS
+                )
+                await stack.enter_async_context(broker)
+                connected = await stack.enter_async_context(ControlClient(broker))
+        except TimeoutError:
+            raise BrokerUnavailable(
+                f"no answer from NATS within {_SECONDS:g} s; `kvstream doctor` tells more"
+            ) from None
         yield connected
 
 

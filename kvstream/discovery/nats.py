@@ -185,6 +185,7 @@ class _Link:
         self._count = 0
         self._inbox = ""
         self._last_error = ""
+        self._denied: dict[str, None] = {}
         self.heard = 0
         """Messages received so far: as long as it grows, the connection lives."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -374,7 +375,10 @@ class _Link:
         if "permissions violation" not in low:
             _log.info("nats", error=text)
             return
-        _log.error("nats: the server denies a subject; grant it to this user", error=text, user=self._target.source)
+        if text not in self._denied and len(self._denied) < 100:
+            # What is published all the time would be told all the time.
+            self._denied[text] = None
+            _log.error("nats: the server denies a subject; grant it to this user", error=text, user=self._target.source)
         # Such a request gets no answer, only this. The server quotes the subject, in lower case by the time it is here.
         for pending in self._pending.values():
             if f'"{pending.subject.lower()}"' in low:
@@ -403,19 +407,24 @@ class _NatsService(Service):
 
         async def answer(reply: Reply) -> None:
             # The requester's deadline covers an answer that is lost with the connection.
-            with suppress(BrokerUnavailable):
-                if reply.error is None:
-                    await link.publish(message.reply, reply.data)
-                    return
-                text = str(reply.error)
+            with suppress(BrokerUnavailable, ConfigError):
+                error = reply.error
+                if error is None:
+                    try:
+                        await link.publish(message.reply, reply.data)
+                    except ConfigError as too_large:
+                        error = too_large
+                    else:
+                        return
+                text = str(error).encode(errors="replace").decode()
                 headers = {
-                    _ERROR_HEADER: reply.error.code,
+                    _ERROR_HEADER: error.code,
                     _MICRO_ERROR: text[:256],
-                    _MICRO_CODE: "400" if isinstance(reply.error, ConfigError) else "500",
+                    _MICRO_CODE: "400" if isinstance(error, ConfigError) else "500",
                 }
-                if isinstance(reply.error, Refused) and reply.error.retry_after is not None:
-                    headers[_RETRY_HEADER] = repr(reply.error.retry_after)
-                await link.publish(message.reply, text.encode(errors="replace"), headers=headers)
+                if isinstance(error, Refused) and error.retry_after is not None:
+                    headers[_RETRY_HEADER] = repr(error.retry_after)
+                await link.publish(message.reply, text.encode(), headers=headers)
 
         self._responder.start(message.subject, message.data, answer)
 

@@ -127,9 +127,7 @@ async def test_the_commands_against_running_workers(server: EmbeddedServer, star
         assert told == ["draining", "stream-ended", "draining"]
         for args, words in (
             (("drain", "decode-9"), "kvstream: worker: 'decode-9' is not registered; known: decode-0/0"),
-            (("cancel", "r-9"), "kvstream: stream: no worker that answers knows 'r-9'"),
             (("reroute", "r-9", "--to", "decode-1"), "kvstream: stream: no worker that answers knows 'r-9'"),
-            (("drain", "decode-0", "--budget", "-1"), "kvstream: --budget: "),
         ):
             code, out, err = await command(start, *args)
             assert (code, out) == (2, ""), err
@@ -239,6 +237,19 @@ async def test_the_service_is_one_of_nats_services(here: tuple[Runtime, ControlC
     assert message.headers["Nats-Service-Error-Code"] == "400"
     assert "'r' is not live" in message.headers["Nats-Service-Error"]
     assert message.headers["Kvstream-Error"] == "unknown_stream"
+
+
+async def test_an_answer_that_is_too_large_is_an_error_and_no_silence(
+    here: tuple[Runtime, ControlClient, NatsBroker],
+) -> None:
+    _, _, broker = here
+
+    async def large(_subject: str, _data: bytes) -> bytes:
+        return bytes(2 << 20)
+
+    async with await broker.serve("kvstream.test", large):
+        with pytest.raises(ConfigError, match="data: 2097152 bytes"):
+            await broker.request("kvstream.test", b"", timeout=5)
 
 
 async def test_control_is_back_after_the_server_was(
