@@ -127,7 +127,8 @@ async def test_a_draining_worker_takes_nothing_new(cluster: Cluster, client: Con
     other = await cluster.worker("decode-1")
     other.on_offer(take)
     destination.on_offer(take)
-    await destination.drain(0)
+    await destination.drain(5)
+    await state_of(client, "decode-0/0", "draining")
     with pytest.raises(Refused, match="decode-0/0 is draining") as refused:
         async with source.send("r", blocks=[1], tokens=TOKENS, to="decode-0") as tx:
             for layer in range(LAYOUT.layers):
@@ -148,6 +149,7 @@ async def test_a_draining_worker_takes_nothing_new(cluster: Cluster, client: Con
             assert (await tx.done()).peer == "decode-1/0"
     await destination.resume()
     assert destination.state == "ready"
+    await state_of(client, "decode-0/0", "ready")
     async with source.send("again", blocks=[1], tokens=TOKENS, to="decode-0") as tx:
         for layer in range(LAYOUT.layers):
             tx.layer_ready(layer)
@@ -216,11 +218,11 @@ async def test_a_cancelled_drain_cancels_no_stream_and_can_be_resumed(cluster: C
 async def test_resume_ends_a_drain_under_way(cluster: Cluster) -> None:
     source, destination = await pair(cluster)
     async with Stream(source, destination) as stream:
-        draining = asyncio.create_task(destination.drain(0.2))
+        draining = asyncio.create_task(destination.drain(60))
         while destination.state != "draining":
             await asyncio.sleep(0)
         await destination.resume()
-        report = await draining
+        report = await asyncio.wait_for(draining, 5)
         assert (report.finished, report.cancelled) == (0, 0)
         assert not stream.rx.ended
         await stream.finish()
@@ -475,6 +477,17 @@ async def test_the_life_of_workers_and_streams_is_told(cluster: Cluster, client:
             assert kinds == [WorkerDraining, WorkerResumed, WorkerDraining, WorkerLeft]
         sequence = [event.seq for event in [await seen(events) for _ in range(4)]]
         assert sequence == list(range(sequence[0], sequence[0] + 4))
+
+
+async def test_who_leaves_is_not_lost(cluster: Cluster, client: ControlClient) -> None:
+    _, destination = await pair(cluster)
+    await known(client, 2)
+    async with client.events() as events:
+        await destination.aclose()
+        await known(client, 1)
+        await cluster.worker("decode-1")
+        kinds = [type(await seen(events)) for _ in range(2)]
+    assert kinds == [WorkerLeft, WorkerJoined]
 
 
 async def test_a_stream_that_goes_elsewhere_is_told(cluster: Cluster, client: ControlClient) -> None:
