@@ -5,6 +5,8 @@ What this module exports is the public interface; nothing else is.
 
 from kvstream._version import __version__
 from kvstream.config import RuntimeConfig
+from kvstream.discovery.client import ControlClient
+from kvstream.discovery.control import DrainReport
 from kvstream.errors import (
     BrokerUnavailable,
     Cancelled,
@@ -17,6 +19,7 @@ from kvstream.errors import (
     PeerLost,
     ProtocolError,
     Refused,
+    UnknownStream,
     UnknownWorker,
 )
 from kvstream.layout import KVLayout, Shard
@@ -31,8 +34,10 @@ __all__ = [
     "Cancelled",
     "Candidate",
     "ConfigError",
+    "ControlClient",
     "Corrupted",
     "DeadlineExceeded",
+    "DrainReport",
     "Fenced",
     "KVLayout",
     "KVPool",
@@ -52,6 +57,7 @@ __all__ = [
     "SendStream",
     "Shard",
     "StreamReport",
+    "UnknownStream",
     "UnknownWorker",
     "__version__",
 ]

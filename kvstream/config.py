@@ -124,6 +124,12 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Time to live of the registration (whole seconds); it is renewed three times as often."""
     broker_timeout: float = 2.0
 
+    # -- control
+    control: bool = True
+    """Whether the worker serves control requests and publishes events on the broker."""
+    event_rate: float = 100.0
+    """Events published per second, on average and at once; those beyond are dropped and counted."""
+
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):
             value = getattr(self, field.name)

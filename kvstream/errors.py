@@ -21,6 +21,7 @@ __all__ = [
     "ProtocolError",
     "Recalled",
     "Refused",
+    "UnknownStream",
     "UnknownWorker",
     "from_code",
 ]
@@ -56,6 +57,12 @@ class UnknownWorker(ConfigError):
     """The named worker is not registered, so there is nobody to send to."""
 
     code = "unknown_worker"
+
+
+class UnknownStream(ConfigError):
+    """No live stream, and nothing that is held, goes by this id where it was looked for."""
+
+    code = "unknown_stream"
 
 
 class LayoutMismatch(KVStreamError):
@@ -135,6 +142,8 @@ _BY_CODE: dict[str, type[KVStreamError]] = {
     )
 }
 
+_OF_FIELDS: dict[str, type[ConfigError]] = {kind.code: kind for kind in (ConfigError, UnknownStream, UnknownWorker)}
+
 
 def from_code(
     code: str,
@@ -146,9 +155,9 @@ def from_code(
     """Rebuild an error that a peer sent as code and text. An unknown code becomes a plain KVStreamError."""
     if code == Refused.code:
         error: KVStreamError = Refused(message, retry_after)
-    elif code in (ConfigError.code, UnknownWorker.code):
+    elif code in _OF_FIELDS:
         field, _, rest = message.partition(": ")
-        kind = ConfigError if code == ConfigError.code else UnknownWorker
+        kind = _OF_FIELDS[code]
         error = kind(field, rest) if rest else kind("peer", message)
     else:
         error = _BY_CODE.get(code, KVStreamError)(message)

@@ -15,6 +15,7 @@ ALLOWED = (
     "kvstream/runtime/seams.py",  # the seams
     "kvstream/sim/rng.py",  # seeded generators, which the simulation puts in the place of the real ones
     "kvstream/discovery/nats.py",  # real broker: reconnect jitter, inbox names
+    "kvstream/discovery/client.py",  # an orchestrator's, never a worker's
     "kvstream/discovery/server.py",  # starts a real process, draws its credentials
     "kvstream/discovery/server_file.py",
     "kvstream/transport/",  # names of real shared memory; a simulation brings its own transport

@@ -22,6 +22,11 @@ _COMMANDS = {
     "demo": "prefill in one process, decode in others, KV cache streamed between",
     "server": "run a NATS server for this user's workers",
     "workers": "list the workers that are registered",
+    "streams": "list the live streams, as both sides have them",
+    "events": "follow what happens in the cluster",
+    "drain": "have a worker take nothing new and finish what is live",
+    "cancel": "end a stream as cancelled",
+    "reroute": "send a stream to another destination",
     "bench": "measure what moves between two workers, on one host or two",
     "sim": "run simulated clusters under seeded faults",
     "doctor": "check this machine: what works, what does not, what to do about it",
@@ -110,6 +115,26 @@ def _load(name: str) -> _Command:
         from kvstream.cli import workers
 
         return workers
+    if name == "streams":
+        from kvstream.cli import streams
+
+        return streams
+    if name == "events":
+        from kvstream.cli import events
+
+        return events
+    if name == "drain":
+        from kvstream.cli import drain
+
+        return drain
+    if name == "cancel":
+        from kvstream.cli import cancel
+
+        return cancel
+    if name == "reroute":
+        from kvstream.cli import reroute
+
+        return reroute
     if name == "bench":
         from kvstream.cli import bench
 

@@ -10,10 +10,12 @@ import argparse
 import asyncio
 import random
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
 from kvstream.cli.loop import run_loop
+from kvstream.cli.steering import add_common_arguments, print_json, table
 from kvstream.discovery import NatsBroker, Registry, WorkerRecord, resolve_target
 from kvstream.discovery.records import State
 from kvstream.errors import BrokerUnavailable
@@ -32,7 +34,7 @@ class _Worker(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     incarnation: str
     roles: tuple[str, ...]
-    state: State
+    state: State | Literal["suspect"]
     host: str
     pid: int
     address: str
@@ -46,14 +48,13 @@ class _Listing(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nats", metavar="URL", help="default: KVSTREAM_NATS_*, NATS_*, NATS context, kvstream server")
-    parser.add_argument("--json", action="store_true", help='print {"workers": [...]} as one JSON object')
+    add_common_arguments(parser, '{"workers": [...]} as one JSON object')
 
 
 def run(args: argparse.Namespace) -> int:
     found = run_loop(_fetch(args.nats))
     if args.json:
-        print(msgspec.json.encode(_Listing(found)).decode())
+        print_json(_Listing(found))
     else:
         print(render(found))
     return 0
@@ -68,18 +69,18 @@ async def _fetch(nats: str | None) -> list[_Worker]:
                 target, rng=rng, name="kvstream workers", connect_timeout=_CONNECT_SECONDS
             ) as broker:
                 async with Registry(broker, rng=rng) as registry:
-                    return [_describe(record) for record in registry.workers()]
+                    return [_describe(record, registry.is_suspect(record.id)) for record in registry.workers()]
     except TimeoutError:
         raise BrokerUnavailable(f"no answer from NATS within {_SECONDS:g} s; `kvstream doctor` tells more") from None
 
 
-def _describe(record: WorkerRecord) -> _Worker:
+def _describe(record: WorkerRecord, suspect: bool) -> _Worker:
     return _Worker(
         name=record.name,
         rank=record.rank,
         incarnation=record.incarnation,
         roles=record.roles,
-        state=record.state,
+        state="suspect" if suspect else record.state,
         host=record.host,
         pid=record.pid,
         address=f"{record.address.host}:{record.address.port}",
@@ -99,18 +100,12 @@ def render(workers: Sequence[_Worker]) -> str:
             f"{worker.name}/{worker.rank}",
             ",".join(worker.roles) or "-",
             worker.state,
-            _printable(worker.host),
+            worker.host,
             str(worker.pid),
-            _printable(worker.address),
+            worker.address,
             str(worker.streams),
             f"{worker.free_blocks}/{worker.blocks}",
         )
         for worker in workers
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)
+    return table(rows)

@@ -1,4 +1,4 @@
-"""The broker contract: a lease table (compare-and-set, watch) and request/reply, whatever carries it.
+"""The broker contract: a lease table (compare-and-set, watch), request/reply and messages, whatever carries it.
 
 `tests/contract/broker_suite.py` is this text as tests; the NATS broker and the in-memory one both pass it. The
 broker knows nothing of workers: keys are names, values are bytes. It is never in the data path and never the only
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
@@ -28,6 +29,8 @@ __all__ = [
     "Lease",
     "LeaseEvent",
     "LeaseView",
+    "Message",
+    "Messages",
     "NobodyServes",
     "Reason",
     "Reply",
@@ -35,6 +38,9 @@ __all__ = [
     "Service",
     "Synced",
     "check_lease",
+    "check_pattern",
+    "check_publish",
+    "matches",
 ]
 
 _log = get_logger("discovery")
@@ -45,6 +51,15 @@ MAX_VALUE = 16 * 1024
 MAX_REQUESTS = 64
 """Requests that one served subject works on at a time; beyond it a request is Refused."""
 
+MAX_MESSAGE = 64 * 1024
+"""Largest published message in bytes."""
+
+MAX_UNWRITTEN = 1024
+"""Published messages that wait to be written to the broker; beyond it they are dropped."""
+
+MAX_REPLIES = 16 * 1024
+"""Replies that one `gather` takes."""
+
 Reason = Literal["put", "deleted", "expired", "missing"]
 """Why a lease changed. `missing`: it stood before the connection broke and does not stand in the snapshot after it."""
 
@@ -52,6 +67,8 @@ Handler = Callable[[str, bytes], Awaitable[bytes]]
 """Answers a request: gets its subject and data. A KVStreamError that it raises reaches the requester, typed."""
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_SUBJECT = re.compile(r"[^\s.*>]+(\.[^\s.*>]+)*")
+_PATTERN = re.compile(r"(>|(\*|[^\s.*>]+)(\.(\*|[^\s.*>]+))*(\.>)?)")
 
 
 class Conflict(KVStreamError):
@@ -98,6 +115,79 @@ def check_lease(key: str, value: bytes, ttl: float) -> None:
         raise ConfigError("value", f"{len(value)} bytes for {key}; at most {MAX_VALUE}")
     if not 0 < ttl < 86400:
         raise ConfigError("ttl", f"{ttl} s; must be above 0 and below one day")
+
+
+def check_publish(subject: str, data: bytes) -> None:
+    """Raise ConfigError for a subject or message that no broker takes."""
+    if not _SUBJECT.fullmatch(subject):
+        raise ConfigError("subject", f"{subject!r} is not a subject; use words joined by dots, without spaces, * and >")
+    if len(data) > MAX_MESSAGE:
+        raise ConfigError("data", f"{len(data)} bytes for {subject}; at most {MAX_MESSAGE}")
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise ConfigError for what can't be subscribed to."""
+    if not _PATTERN.fullmatch(pattern):
+        raise ConfigError("subject", f"{pattern!r} is not a subject, with * for a word and a final > for any number")
+
+
+def matches(pattern: str, subject: str) -> bool:
+    """NATS's subject matching: `*` stands for one word, a final `>` for one or more."""
+    wanted, words = pattern.split("."), subject.split(".")
+    if wanted[-1] == ">":
+        wanted.pop()
+        if len(words) <= len(wanted):
+            return False
+        words = words[: len(wanted)]
+    return len(wanted) == len(words) and all(a in ("*", b) for a, b in zip(wanted, words, strict=True))
+
+
+class Message(msgspec.Struct, frozen=True):
+    """What was published."""
+
+    subject: str
+    data: bytes
+
+
+class Messages:
+    """What comes on a subscription, in order: an iterator. A reader that is `limit` messages behind loses the oldest,
+    which `dropped` counts."""
+
+    def __init__(self, limit: int) -> None:
+        if limit < 1:
+            raise ConfigError("limit", f"must be at least 1, is {limit}")
+        self._waiting: deque[Message] = deque()
+        self._limit = limit
+        self._wake = asyncio.Event()
+        self._closed = False
+        self.dropped = 0
+
+    def put(self, message: Message) -> None:
+        """A message has come; for brokers."""
+        if self._closed:
+            return
+        if len(self._waiting) == self._limit:
+            self._waiting.popleft()
+            self.dropped += 1
+        self._waiting.append(message)
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the iteration after what is waiting; for brokers."""
+        self._closed = True
+        self._wake.set()
+
+    def __aiter__(self) -> AsyncIterator[Message]:
+        return self
+
+    async def __anext__(self) -> Message:
+        # No await between taking a message and returning it: a cancelled wait loses nothing.
+        while not self._waiting:
+            if self._closed:
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+        return self._waiting.popleft()
 
 
 class LeaseView:
@@ -279,6 +369,8 @@ class Broker(ABC):
         self._connected = asyncio.Event()
         self._steady_since = 0.0
         self._listeners: list[Callable[[bool], None]] = []
+        self.unpublished = 0
+        """Messages given to `publish` that were dropped here."""
 
     @property
     def connected(self) -> bool:
@@ -356,8 +448,32 @@ class Broker(ABC):
         """
 
     @abstractmethod
+    def publish(self, subject: str, data: bytes) -> None:
+        """Tell whoever subscribes to `subject`: at most once, without waiting and without an answer.
+
+        What can't be sent, because the broker is down or MAX_UNWRITTEN messages are still to be written, is dropped and
+        counted in `unpublished`. Raises ConfigError for a bad subject, and for more than MAX_MESSAGE bytes.
+        """
+
+    @abstractmethod
+    def subscribe(self, subject: str, *, limit: int = 1024) -> AbstractAsyncContextManager[Messages]:
+        """Receive what is published on `subject` (with wildcards), across reconnects; what comes while the broker is
+        down is lost. `limit` bounds what waits for the reader. The iteration ends when the broker is closed.
+
+        When it is entered, and the broker is connected, what is published from then on comes.
+        """
+
+    @abstractmethod
+    async def gather(self, subject: str, data: bytes, *, timeout: float, expected: int | None = None) -> list[bytes]:
+        """Ask all who serve `subject`; their answers, as they came.
+
+        Ends after `timeout` seconds, or as soon as `expected` have answered, or at once when nobody serves it. An error
+        is an answer that is counted but not returned.
+        """
+
+    @abstractmethod
     async def aclose(self) -> None:
-        """End watches and services and disconnect. Leases stay until they expire. Idempotent."""
+        """End watches, subscriptions and services and disconnect. Leases stay until they expire. Idempotent."""
 
     async def __aenter__(self) -> Self:
         return self

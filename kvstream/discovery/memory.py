@@ -11,12 +11,15 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvstream.discovery.broker import (
+    MAX_REPLIES,
     Broker,
     Conflict,
     Handler,
     Lease,
     LeaseEvent,
     LeaseView,
+    Message,
+    Messages,
     NobodyServes,
     Reason,
     Reply,
@@ -24,6 +27,9 @@ from kvstream.discovery.broker import (
     Service,
     Synced,
     check_lease,
+    check_pattern,
+    check_publish,
+    matches,
 )
 from kvstream.errors import BrokerUnavailable, PeerLost
 
@@ -115,13 +121,16 @@ class MemoryBrokerServer:
             self._check(key, revision)
             self._remove(key, "deleted")
 
-    def find(self, subject: str) -> _MemoryService | None:
-        """Who serves `subject`, if anybody."""
+    def find(self, subject: str) -> list[_MemoryService]:
+        """Who serves `subject`."""
+        return [service for broker in self._brokers for service in broker.services if matches(service.subject, subject)]
+
+    def publish(self, message: Message) -> None:
+        """Deliver a message; for MemoryBroker."""
         for broker in self._brokers:
-            for service in broker.services:
-                if _matches(service.subject, subject):
-                    return service
-        return None
+            for pattern, messages in broker.subscriptions:
+                if matches(pattern, message.subject):
+                    messages.put(message)
 
     def _check(self, key: str, revision: int) -> _Held | None:
         held = self._leases.get(key)
@@ -146,17 +155,6 @@ class MemoryBrokerServer:
                 view.apply(event)
 
 
-def _matches(pattern: str, subject: str) -> bool:
-    """NATS's subject matching: `*` stands for one word, a final `>` for one or more."""
-    wanted, words = pattern.split("."), subject.split(".")
-    if wanted[-1] == ">":
-        wanted.pop()
-        if len(words) <= len(wanted):
-            return False
-        words = words[: len(wanted)]
-    return len(wanted) == len(words) and all(a in ("*", b) for a, b in zip(wanted, words, strict=True))
-
-
 class _MemoryService(Service):
     def __init__(self, broker: MemoryBroker, subject: str, handler: Handler) -> None:
         self.subject = subject
@@ -179,6 +177,7 @@ class MemoryBroker(Broker):
         self._closed = False
         self.views: list[LeaseView] = []
         self.services: list[_MemoryService] = []
+        self.subscriptions: list[tuple[str, Messages]] = []
         server.attach(self)
         self._set_connected(True)
 
@@ -221,8 +220,8 @@ class MemoryBroker(Broker):
 
     async def request(self, subject: str, data: bytes, *, timeout: float) -> bytes:
         await self._round_trip()
-        service = self._server.find(subject)
-        if service is None:
+        services = self._server.find(subject)
+        if not services:
             raise NobodyServes(f"nobody serves {subject}")
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
 
@@ -230,7 +229,7 @@ class MemoryBroker(Broker):
             _settle(future, reply)
 
         self._open[future] = None
-        service.responder.start(subject, data, answer)
+        services[0].responder.start(subject, data, answer)
         try:
             async with asyncio.timeout(timeout):
                 reply = await future
@@ -248,12 +247,67 @@ class MemoryBroker(Broker):
         self.services.append(service)
         return service
 
+    def publish(self, subject: str, data: bytes) -> None:
+        check_publish(subject, data)
+        if self.connected:
+            self._server.publish(Message(subject, data))
+        else:
+            self.unpublished += 1
+
+    @asynccontextmanager
+    async def subscribe(self, subject: str, *, limit: int = 1024) -> AsyncGenerator[Messages]:
+        self._check_open()
+        check_pattern(subject)
+        entry = subject, Messages(limit)
+        self.subscriptions.append(entry)
+        try:
+            yield entry[1]
+        finally:
+            self.subscriptions.remove(entry)
+            entry[1].close()
+
+    async def gather(self, subject: str, data: bytes, *, timeout: float, expected: int | None = None) -> list[bytes]:
+        await self._round_trip()
+        services = self._server.find(subject)
+        missing = MAX_REPLIES if expected is None else min(expected, MAX_REPLIES)
+        answers: list[bytes] = []
+        ended: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+
+        async def answer(reply: Reply) -> None:
+            nonlocal missing
+            if ended.done():
+                return
+            missing -= 1
+            if reply.error is None:
+                answers.append(reply.data)
+            if not missing:
+                _settle(ended, Reply())
+
+        if not services or not missing:
+            return answers
+        self._open[ended] = None
+        for service in services:
+            service.responder.start(subject, data, answer)
+        try:
+            async with asyncio.timeout(timeout):
+                lost = (await ended).error
+        except TimeoutError:
+            return answers
+        finally:
+            del self._open[ended]
+            ended.cancel()
+        if lost is not None:
+            raise lost
+        return answers
+
     async def aclose(self) -> None:
         self._closed = True
         self._server.detach(self)
         self.connection_lost()
         for view in self.views:
             view.close()
+        for _, messages in self.subscriptions:
+            messages.close()
         for service in list(self.services):
             await service.aclose()
 

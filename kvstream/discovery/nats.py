@@ -19,6 +19,7 @@ import base64
 import math
 import re
 import ssl
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast
@@ -29,12 +30,16 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from kvstream.discovery.broker import (
+    MAX_REPLIES,
+    MAX_UNWRITTEN,
     Broker,
     Conflict,
     Handler,
     Lease,
     LeaseEvent,
     LeaseView,
+    Message,
+    Messages,
     NobodyServes,
     Reason,
     Reply,
@@ -42,6 +47,8 @@ from kvstream.discovery.broker import (
     Service,
     Synced,
     check_lease,
+    check_pattern,
+    check_publish,
 )
 from kvstream.discovery.credentials import NatsTarget, refresh_target
 from kvstream.errors import BrokerUnavailable, ConfigError, KVStreamError, PeerLost, Refused, from_code
@@ -87,6 +94,9 @@ _STREAM_NOT_FOUND = 10059
 _STREAM_EXISTS = 10058
 _ERROR_HEADER = "Kvstream-Error"
 _RETRY_HEADER = "Kvstream-Retry-After"
+_MICRO_ERROR = "Nats-Service-Error"
+_MICRO_CODE = "Nats-Service-Error-Code"
+"""How the clients of NATS services, in all languages, know an answer that is an error."""
 
 
 # What is read of JetStream's JSON.
@@ -192,8 +202,12 @@ class _Client(Client):
 
 
 class _Pending(msgspec.Struct):
+    """A request. Ends with the first answer, or, where many are gathered, with the last one that is wanted."""
+
     subject: str
     future: asyncio.Future[Msg | KVStreamError]
+    missing: int = 1
+    answers: list[Msg] = []
 
 
 class _Link:
@@ -219,6 +233,7 @@ class _Link:
         self._count = 0
         self._inbox = ""
         self._last_error = ""
+        self._denied: dict[str, None] = {}
         self._loop = asyncio.get_running_loop()
         self.heard = self._loop.time()
         """When the last message came."""
@@ -350,6 +365,25 @@ class _Link:
         """Whether the server is one of a cluster."""
         return bool(self._client._server_info.get("cluster"))  # pyright: ignore[reportPrivateUsage] - no public name
 
+    async def gather(self, subject: str, data: bytes, *, timeout: float, wanted: int) -> list[Msg]:
+        """Up to `wanted` answers, those that come within `timeout` seconds. Raises BrokerUnavailable, ConfigError."""
+        self._count += 1
+        token = str(self._count)
+        pending = _Pending(subject, asyncio.get_running_loop().create_future(), wanted)
+        self._pending[token] = pending
+        try:
+            async with asyncio.timeout(timeout):
+                await self.publish(subject, data, reply=f"{self._inbox}.{token}")
+                answer = await pending.future
+        except TimeoutError:
+            return pending.answers
+        finally:
+            del self._pending[token]
+            pending.future.cancel()
+        if isinstance(answer, KVStreamError):
+            raise answer
+        return pending.answers
+
     def new_inbox(self) -> str:
         """A subject for answers that nobody else uses."""
         return self._client.new_inbox()
@@ -393,7 +427,11 @@ class _Link:
 
     async def _on_reply(self, message: Msg) -> None:
         pending = self._pending.get(message.subject.rpartition(".")[2])
-        if pending is not None:
+        if pending is None or pending.future.done():
+            return
+        pending.answers.append(message)
+        pending.missing -= 1
+        if not pending.missing or (message.headers or {}).get("Status") == "503":
             _settle(pending.future, message)
 
     async def _on_error(self, error: Exception) -> None:
@@ -407,7 +445,10 @@ class _Link:
         if "permissions violation" not in low:
             _log.info("nats", error=text)
             return
-        _log.error("nats: the server denies a subject; grant it to this user", error=text, user=self._target.source)
+        if text not in self._denied and len(self._denied) < 100:
+            # What is published all the time would be told all the time.
+            self._denied[text] = None
+            _log.error("nats: the server denies a subject; grant it to this user", error=text, user=self._target.source)
         # Such a request gets no answer, only this. The server quotes the subject, in lower case by the time it is here.
         for pending in self._pending.values():
             if f'"{pending.subject.lower()}"' in low:
@@ -448,10 +489,15 @@ class _NatsService(Service):
                         return
                     except ConfigError as unfit:
                         error = KVStreamError(f"{message.subject}: its answer can't be sent: {unfit}")
-                headers = {_ERROR_HEADER: error.code}
+                text = str(error).encode(errors="replace")[:ERROR_BYTES].decode(errors="ignore")
+                headers = {
+                    _ERROR_HEADER: error.code,
+                    _MICRO_ERROR: " ".join(text[:256].split()),
+                    _MICRO_CODE: "400" if isinstance(error, ConfigError) else "500",
+                }
                 if isinstance(error, Refused) and error.retry_after is not None:
                     headers[_RETRY_HEADER] = repr(error.retry_after)
-                await link.publish(message.reply, str(error).encode()[:ERROR_BYTES], headers=headers)
+                await link.publish(message.reply, text.encode(), headers=headers)
 
         self._responder.start(message.subject, message.data, answer)
 
@@ -470,6 +516,34 @@ class _NatsService(Service):
                             await link.answers(self._broker.probe_subject, LEAVE_SECONDS)
         finally:
             await self._responder.aclose()
+
+
+class _NatsSubscription:
+    """One `Broker.subscribe`: keeps it subscribed on whatever connection there is."""
+
+    def __init__(self, subject: str, messages: Messages) -> None:
+        self.messages = messages
+        self._subject = subject
+        self._link: _Link | None = None
+        self._subscription: Subscription | None = None
+
+    async def attach(self, link: _Link) -> None:
+        """Subscribe on this connection; once per connection, whoever asks."""
+        if self._link is link:
+            return
+        self._link = link
+        self._subscription = await link.subscribe(self._subject, self._on_message)
+
+    async def _on_message(self, message: Msg) -> None:
+        self.messages.put(Message(message.subject, message.data))
+
+    async def detach(self) -> None:
+        """Unsubscribe; a server that takes nothing any more is not waited for."""
+        link, self._link = self._link, None
+        if self._subscription is not None and link is not None and not link.lost.done():
+            with suppress(nats.errors.Error, OSError):
+                async with asyncio.timeout(LEAVE_SECONDS):
+                    await self._subscription.unsubscribe()
 
 
 class _Watch:
@@ -632,6 +706,9 @@ class NatsBroker(Broker):
         self._supervisor: asyncio.Task[None] | None = None
         self._watches: dict[_Watch, None] = {}
         self._services: dict[_NatsService, None] = {}
+        self._subscriptions: dict[_NatsSubscription, None] = {}
+        self._unwritten: deque[Message] = deque()
+        self._writer: asyncio.Task[None] | None = None
         self._closed = False
         self.garbage = 0
         """Messages on the subjects that are listened to here that were not what belongs there; dropped."""
@@ -719,14 +796,75 @@ class NatsBroker(Broker):
             raise
         return service
 
+    def publish(self, subject: str, data: bytes) -> None:
+        check_publish(subject, data)
+        if self._link is None or len(self._unwritten) >= MAX_UNWRITTEN:
+            self.unpublished += 1
+            return
+        self._unwritten.append(Message(subject, data))
+        if self._writer is None:
+            self._writer = asyncio.get_running_loop().create_task(self._write_published())
+
+    async def _write_published(self) -> None:
+        """Write what is to be published; ends when nothing is left."""
+        try:
+            while self._unwritten:
+                message, link = self._unwritten.popleft(), self._link
+                try:
+                    if link is None:
+                        raise BrokerUnavailable("the connection to NATS is down")
+                    async with asyncio.timeout(self.timeout):
+                        await link.publish(message.subject, message.data)
+                except (BrokerUnavailable, ConfigError, TimeoutError):
+                    self.unpublished += 1
+        finally:
+            self._writer = None
+
+    @asynccontextmanager
+    async def subscribe(self, subject: str, *, limit: int = 1024) -> AsyncGenerator[Messages]:
+        if self._closed:
+            raise BrokerUnavailable("this broker has been closed")
+        check_pattern(subject)
+        subscription = _NatsSubscription(subject, Messages(limit))
+        self._subscriptions[subscription] = None
+        try:
+            link = self._link
+            if link is not None:
+                # Lost in between: the supervisor attaches it to the next connection.
+                with suppress(BrokerUnavailable):
+                    await subscription.attach(link)
+                # The server works in order: when it has answered this, it has taken the subscription.
+                await link.answers(self.probe_subject, self.timeout)
+            yield subscription.messages
+        finally:
+            self._subscriptions.pop(subscription, None)
+            subscription.messages.close()
+            await subscription.detach()
+
+    async def gather(self, subject: str, data: bytes, *, timeout: float, expected: int | None = None) -> list[bytes]:
+        wanted = MAX_REPLIES if expected is None else min(expected, MAX_REPLIES)
+        link = self._require()
+        if not wanted:
+            return []
+        answers = await link.gather(subject, data, timeout=timeout, wanted=wanted)
+        return [answer.data for answer in answers if not {"Status", _ERROR_HEADER} & (answer.headers or {}).keys()]
+
     async def aclose(self) -> None:
         self._closed = True
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             supervisor.cancel()
             await asyncio.wait({supervisor})
+        writer = self._writer
+        if writer is not None:
+            # What was said last is still written, if the server takes it.
+            await asyncio.wait({writer}, timeout=LEAVE_SECONDS)
+            writer.cancel()
+            await asyncio.wait({writer})
         for watch in self._watches:
             watch.view.close()
+        for subscription in self._subscriptions:
+            subscription.messages.close()
         link, self._link = self._link, None
         self._up.clear()
         try:
@@ -876,9 +1014,9 @@ class NatsBroker(Broker):
             link = await self._reopen()
             self._use(link)
             _log.info("nats: connected again", server=self._target.display)
-            for service in list(self._services):
+            for attached in [*self._services, *self._subscriptions]:
                 with suppress(BrokerUnavailable):
-                    await service.attach(link)
+                    await attached.attach(link)
 
     async def _hold(self, link: _Link) -> str:
         """Wait until the connection is lost, or is silent and does not answer; why."""

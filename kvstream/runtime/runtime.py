@@ -23,13 +23,17 @@ from kvstream import wire
 from kvstream.config import RuntimeConfig
 from kvstream.discovery import Changed, Joined, Left, Registry, connect_broker
 from kvstream.discovery.broker import Broker
-from kvstream.discovery.records import DataAddress, Load, WorkerRecord, check_name
+from kvstream.discovery.control import DrainReport
+from kvstream.discovery.records import DataAddress, Load, State, WorkerRecord, check_name
 from kvstream.errors import ConfigError, Fenced, KVStreamError, Refused, UnknownWorker
 from kvstream.layout import Shard
 from kvstream.log import get_logger
 from kvstream.memory import KVPool
 from kvstream.runtime.checks import instance, seconds, text, whole
+from kvstream.runtime.control import Control
 from kvstream.runtime.devices import Devices
+from kvstream.runtime.draining import Draining
+from kvstream.runtime.events import Events
 from kvstream.runtime.identity import Identity
 from kvstream.runtime.links import Links
 from kvstream.runtime.reports import RuntimeStats
@@ -101,6 +105,7 @@ class Runtime:
         self._streams_or_none: Streams | None = None
         self._registry_or_none: Registry | None = None
         self._record: WorkerRecord | None = None
+        self._draining: Draining | None = None
         self._staging = StagingBudget(self.config.staging_limit) if transport is None else transport.budget
         self._log = get_logger("runtime", worker=self._identity.worker)
 
@@ -170,8 +175,23 @@ class Runtime:
         streams.set_handler(self._handler)
         self._streams_or_none, self._registry_or_none = streams, registry
         self._record = self._describe(address)
+        events = Events(
+            broker,
+            self.worker,
+            self.incarnation,
+            rate=config.event_rate if config.control else 0.0,
+            clock=asyncio.get_running_loop().time,
+            wall=self._seams.wall,
+        )
+        draining = self._draining = Draining(self.worker, streams, registry, events, config.close_wait)
+        if config.control:
+            await stack.enter_async_context(Control(self, broker, events))
         await registry.register(self._record, on_fenced=self._on_fenced, load=self._load)
         stack.push_async_callback(self._unregister)
+        if config.control:
+            streams.observer = events
+            events.joined(self._roles)
+            stack.callback(lambda: events.left(drained=draining.active))
         follower = asyncio.create_task(self._follow(registry, streams), name=f"peers of {self.worker}")
         stack.push_async_callback(_end_task, follower)
         streams.on_load_changed(registry.load_changed)
@@ -255,6 +275,41 @@ class Runtime:
     def registry(self) -> Registry:
         """The workers of the cluster: `workers()`, `lookup()`, `watch()`."""
         return self._registry
+
+    @property
+    def state(self) -> State:
+        """Whether this worker takes streams ("ready") or lets those that are live finish ("draining")."""
+        return "draining" if self._draining is not None and self._draining.active else "ready"
+
+    @property
+    def load(self) -> Load:
+        """Open streams, and the free and total blocks of the pool."""
+        return self._load()
+
+    async def drain(self, budget: float) -> DrainReport:
+        """Take nothing new, and return when nothing is live any more: at the end of `budget` (seconds) at the latest
+        the streams that still are get cancelled.
+
+        From the call on `send` and `receive` raise Refused, and offers are refused with a `retry_after`, so that
+        sources go elsewhere; a `receive` that was there before still takes its stream. The registry says "draining".
+        Streams that are cancelled here as their destination end as Refused, as which their sources may go elsewhere.
+        The worker stays registered and draining, also when this is cancelled, until `resume` or `aclose`.
+        """
+        budget = seconds("budget", budget, zero=True)
+        self._streams.check_here("drain")
+        assert self._draining is not None
+        return await self._draining.drain(budget)
+
+    async def resume(self) -> None:
+        """Take streams again; a drain that is under way ends and cancels nothing. Returns when the registry has it, or
+        does not answer for a lease's time (it gets to know later)."""
+        self._streams.check_here("resume")
+        assert self._draining is not None
+        await self._draining.resume()
+
+    def cancel(self, stream: str, reason: str = "cancelled") -> int:
+        """End the live streams of this id, sent or received here, as cancelled; how many. Raises UnknownStream."""
+        return self._streams.cancel_named(text("stream", stream, wire.MAX_STREAM_ID), reason)
 
     def stats(self) -> RuntimeStats:
         """The state of this moment: live streams and what they wait for, connections, offers, staging, totals."""

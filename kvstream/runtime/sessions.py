@@ -72,6 +72,11 @@ class _Stream:
         return self._peer
 
     @property
+    def age(self) -> float:
+        """Seconds from when the stream was made to its end, or to now."""
+        return (self._end_time or self._streams.clock()) - self._opened
+
+    @property
     def epoch(self) -> int:
         """Counts the destinations that were tried, from 1; 0 before the first."""
         return self._epoch

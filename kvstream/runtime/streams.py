@@ -11,13 +11,13 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstream.config import RuntimeConfig
-from kvstream.errors import Cancelled, ConfigError, KVStreamError, ProtocolError, Refused
+from kvstream.errors import Cancelled, ConfigError, KVStreamError, ProtocolError, Refused, UnknownStream
 from kvstream.log import get_logger
 from kvstream.memory import KVPool
 from kvstream.runtime.checks import whole
@@ -31,9 +31,17 @@ from kvstream.scheduler.driver import Driver
 from kvstream.transport.base import Connection, Slab
 from kvstream.wire import Frame
 
-__all__ = ["OfferHandler", "Streams"]
+__all__ = ["Observer", "OfferHandler", "Streams"]
 
 OfferHandler = Callable[[Offer], Awaitable[None]]
+
+
+class Observer(Protocol):
+    """Hears of what happens to streams. Called on the loop; must not block, nor change anything here."""
+
+    def taken(self, session: SendStream | ReceiveStream, command: Accepted) -> None: ...
+    def ended(self, session: SendStream | ReceiveStream, command: Ended) -> None: ...
+    def stalled(self, command: Stalled) -> None: ...
 
 
 class Streams:
@@ -67,6 +75,7 @@ class Streams:
         self._offer_tasks: dict[int, asyncio.Task[None]] = {}
         self._on_load_changed: Callable[[], None] | None = None
         self._pumped = asyncio.Event()
+        self.observer: Observer | None = None
         self._copies = Copies(self)
 
     # ------------------------------------------------------------------ the users' calls
@@ -189,6 +198,43 @@ class Streams:
         self.core.cancel(self.driver.now(), key, reason)
         self.driver.pump()
 
+    @property
+    def live(self) -> int:
+        """Streams whose users have not been told of their end."""
+        return len(self._sessions)
+
+    def cancel_named(self, name: str, reason: str) -> int:
+        """Cancel the streams of this id, of either direction; how many. Raises UnknownStream."""
+        self.check_here("cancel")
+        keys = [key for key, session in self._sessions.items() if session.stream == name]
+        if not keys:
+            raise UnknownStream("stream", f"{name!r} is not live on this worker; it may have ended")
+        for key in keys:
+            self.cancel(key, reason)
+        return len(keys)
+
+    def refuse_new(self, error: Refused | None) -> None:
+        """Take no new streams, and refuse the offers that wait, with this error; None: take them again."""
+        self.check_here("drain")
+        self.core.drain(error)
+        self.driver.pump()
+        self._pumped.set()
+
+    def end_all(self, sent: KVStreamError, received: KVStreamError) -> int:
+        """End every live stream, those that are sent with one error and those that are received with the other; how
+        many."""
+        keys = list(self._sessions.items())
+        for key, session in keys:
+            self.core.fail(self.driver.now(), key, sent if isinstance(session, SendStream) else received)
+        self.driver.pump()
+        return len(keys)
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        """Wait for something that follows from the streams' state. Bound it with asyncio.timeout."""
+        while not reached():
+            self._pumped.clear()
+            await self._pumped.wait()
+
     def fail(self, key: int, error: KVStreamError) -> None:
         self.core.fail(self.driver.now(), key, error)
         self.driver.pump()
@@ -279,6 +325,8 @@ class Streams:
             session.on_accepted(command, lane or "")
             if isinstance(session, SendStream):
                 self.peers.took(command.peer)
+            if self.observer is not None:
+                self.observer.taken(session, command)
             self._load_changed()
         elif isinstance(command, Arrived):
             if isinstance(session, ReceiveStream):
@@ -303,6 +351,8 @@ class Streams:
             for connection, slot in session.publishing:
                 connection.withdraw(slot)
         session.on_ended(command)
+        if self.observer is not None:
+            self.observer.ended(session, command)
         self._load_changed()
         self._pumped.set()
         if command.error is not None:
@@ -314,6 +364,8 @@ class Streams:
     # ------------------------------------------------------------------ helpers
 
     def _stalled(self, command: Stalled) -> None:
+        if self.observer is not None:
+            self.observer.stalled(command)
         what = "confirmations of what we announced" if command.outgoing else "bytes that we read"
         self._log.warning(
             "credit stall",

@@ -185,6 +185,13 @@ class Scheduler:
         self._source.fail_all(now, error)
         self._destination.fail_all(now, error)
 
+    def drain(self, error: Refused | None) -> None:
+        """Take nothing new until `drain(None)`: streams and offers are told `error`; what is live goes on, and so does
+        what waits for an offer since before."""
+        self._shared.draining = error
+        if error is not None:
+            self._destination.refuse_all(error)
+
     # ------------------------------------------------------------------ the user's events, destination side
 
     def set_handler(self, present: bool) -> None:

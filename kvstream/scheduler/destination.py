@@ -70,6 +70,7 @@ class Destination:
                 waited=max(0.0, now - stream.stepped),
                 chunks_announced=stream.chunks,
                 chunks_confirmed=stream.told,
+                layers=stream.arrived,
                 slots=len(stream.moving),
             )
             for stream in self._streams.values()
@@ -520,6 +521,8 @@ class Destination:
             if waiting.phase is Phase.WAITING:
                 return None
             return ConfigError("stream", f"{frame.stream!r} is already being received from {waiting.peer}")
+        if self._shared.draining is not None:
+            return self._shared.draining
         pending = self._offers.named(frame.stream)
         if pending is not None:
             return ConfigError("stream", f"{frame.stream!r} is already offered by {pending.link.peer}")

@@ -50,6 +50,8 @@ class Shared:
         self.links: dict[int, Link] = {}
         self.counters = Counters()
         self.closed: KVStreamError | None = None
+        self.draining: Refused | None = None
+        """What new streams are told while what is live may finish."""
         self._count = 0
 
     def next_id(self) -> int:
@@ -70,6 +72,8 @@ class Shared:
     def check_open(self) -> None:
         if self.closed is not None:
             raise type(self.closed)(str(self.closed))
+        if self.draining is not None:
+            raise Refused(str(self.draining), self.draining.retry_after)
 
     def transmit(self, link: Link, frame: wire.Frame) -> None:
         """Say something on a link; nothing is said after its Drop."""

@@ -64,6 +64,7 @@ class Source:
                 waited=max(0.0, now - stream.stepped),
                 chunks_announced=stream.announced,
                 chunks_confirmed=stream.confirmed,
+                layers=stream.layers - len(stream.missing_layers),
                 slots=stream.holding,
             )
             for stream in self._streams.values()

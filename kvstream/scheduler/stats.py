@@ -38,6 +38,8 @@ class StreamState(msgspec.Struct, frozen=True, kw_only=True):
     waited: float
     chunks_announced: int
     chunks_confirmed: int
+    layers: int
+    """Source: layers that are ready to their last token. Destination: layers that are in place."""
     slots: int
     """Source: slots held. Destination: chunks announced and not in place."""
 

@@ -14,12 +14,15 @@ from functools import partial
 from types import TracebackType
 
 from kvstream.discovery.broker import (
+    MAX_REPLIES,
     Broker,
     Conflict,
     Handler,
     Lease,
     LeaseEvent,
     LeaseView,
+    Message,
+    Messages,
     NobodyServes,
     Reason,
     Reply,
@@ -27,6 +30,9 @@ from kvstream.discovery.broker import (
     Service,
     Synced,
     check_lease,
+    check_pattern,
+    check_publish,
+    matches,
 )
 from kvstream.errors import BrokerUnavailable, KVStreamError, PeerLost, Refused, from_code
 from kvstream.sim.loop import Process
@@ -60,15 +66,17 @@ class _Held:
 
 
 class _Session:
-    """One connection of a client, with a channel each way. `subjects`: what it serves, by number."""
+    """One connection of a client, with a channel each way. `subjects`: what it serves, by number; `patterns`: what it
+    has subscribed to."""
 
-    __slots__ = ("client", "down", "subjects", "up")
+    __slots__ = ("client", "down", "patterns", "subjects", "up")
 
     def __init__(self, client: SimBroker, up: Channel, down: Channel) -> None:
         self.client = client
         self.up = up
         self.down = down
         self.subjects: dict[int, str] = {}
+        self.patterns: dict[int, str] = {}
 
 
 class SimBrokerServer:
@@ -89,7 +97,7 @@ class SimBrokerServer:
         self._revision = 0
         self._sessions: dict[_Session, None] = {}
         self._served: dict[str, dict[tuple[_Session, int], None]] = {}
-        self._wildcards: dict[str, dict[tuple[_Session, int], None]] = {}
+        self._wildcards: dict[str, dict[str, dict[tuple[_Session, int], None]]] = {}
         """Who serves what, by subject, or by pattern: sessions and their numbers for it, in order of arrival."""
         self._round: list[LeaseEvent] = []
         self.told = 0
@@ -200,7 +208,20 @@ class SimBrokerServer:
             table.pop(subject, None)
 
     def _table_of(self, subject: str) -> dict[str, dict[tuple[_Session, int], None]]:
-        return self._wildcards if "*" in subject or ">" in subject else self._served
+        """Who serves what; subjects with wildcards by the words before the first one, so that none is searched for."""
+        words = subject.split(".")
+        plain = next((i for i, word in enumerate(words) if word in ("*", ">")), None)
+        return self._served if plain is None else self._wildcards.setdefault(".".join(words[:plain]), {})
+
+    def _serving(self, subject: str) -> list[tuple[_Session, int]]:
+        """All who serve this subject."""
+        found = list(self._served.get(subject, ()))
+        words = subject.split(".")
+        for end in range(len(words)):
+            for pattern, them in self._wildcards.get(".".join(words[:end]), {}).items():
+                if matches(pattern, subject):
+                    found += them
+        return found
 
     def put(self, key: str, value: bytes, ttl: float, revision: int, operation: int, session: _Session) -> None:
         held = self._leases.get(key)
@@ -241,16 +262,28 @@ class SimBrokerServer:
         self._unserve(session, number)
         self._answer(session, operation, 0)
 
-    def ask(self, subject: str, data: bytes, operation: int, session: _Session) -> None:
-        found = self._served.get(subject)
-        if found is None:
-            found = next((them for pattern, them in self._wildcards.items() if _matches(pattern, subject)), None)
-        if found is None:
+    def listen(self, number: int, pattern: str, operation: int, session: _Session) -> None:
+        session.patterns[number] = pattern
+        self._answer(session, operation, 0)
+
+    def unlisten(self, number: int, session: _Session) -> None:
+        session.patterns.pop(number, None)
+
+    def publish(self, message: Message, _: _Session) -> None:
+        for session in self._sessions:
+            for number, pattern in session.patterns.items():
+                if matches(pattern, message.subject):
+                    told = partial(session.client.published, session, number, message)
+                    session.down.put(partial(session.client.deliver, told))
+
+    def ask(self, subject: str, data: bytes, everybody: bool, operation: int, session: _Session) -> None:
+        found = self._serving(subject)
+        if not found:
             self._answer(session, operation, NobodyServes(f"nobody serves {subject}"))
-            return
-        serving, number = next(iter(found))
-        asked = partial(serving.client.asked, serving, number, subject, data, session, operation)
-        serving.down.put(partial(serving.client.deliver, asked))
+        for serving, number in found if everybody else found[:1]:
+            client = serving.client
+            asked = partial(client.asked, serving, number, subject, data, session, operation)
+            serving.down.put(partial(client.deliver, asked))
 
     def replied(self, asker: _Session, operation: int, reply: Reply, _: _Session) -> None:
         self._answer(asker, operation, reply)
@@ -304,17 +337,6 @@ def _conflict(key: str, held: _Held | None) -> Conflict:
     return Conflict(key, held.revision if held else 0, held.value if held else None)
 
 
-def _matches(pattern: str, subject: str) -> bool:
-    """NATS's subject matching: `*` stands for one word, a final `>` for one or more."""
-    wanted, words = pattern.split("."), subject.split(".")
-    if wanted[-1] == ">":
-        wanted.pop()
-        if len(words) <= len(wanted):
-            return False
-        words = words[: len(wanted)]
-    return len(wanted) == len(words) and all(a in ("*", b) for a, b in zip(wanted, words, strict=True))
-
-
 class _Watch:
     """The context of `watch`."""
 
@@ -330,6 +352,42 @@ class _Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._broker.unfollow(self._view)
+
+
+class _Subscription:
+    """The context of `subscribe`."""
+
+    def __init__(self, broker: SimBroker, pattern: str, messages: Messages) -> None:
+        self.pattern = pattern
+        self.messages = messages
+        self._broker = broker
+
+    async def __aenter__(self) -> Messages:
+        await self._broker.listen(self)
+        return self.messages
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._broker.unlisten(self)
+
+
+class _Gathering:
+    """The answers to one `gather`. `missing`: how many more are wanted."""
+
+    __slots__ = ("answers", "missing")
+
+    def __init__(self, wanted: int) -> None:
+        self.answers: list[bytes] = []
+        self.missing = wanted
+
+    def take(self, outcome: int | Reply | KVStreamError) -> bool:
+        """Another answer; whether it was the last one."""
+        if isinstance(outcome, Reply):
+            self.missing -= 1
+            if outcome.error is None:
+                self.answers.append(outcome.data)
+        return not self.missing or isinstance(outcome, KVStreamError)
 
 
 class _SimService(Service):
@@ -357,6 +415,8 @@ class SimBroker(Broker):
         self._open: dict[int, asyncio.Future[int | Reply]] = {}
         self._views: dict[LeaseView, None] = {}
         self._services: dict[int, tuple[str, _SimService]] = {}
+        self._subscriptions: dict[int, _Subscription] = {}
+        self._gathering: dict[int, _Gathering] = {}
         self._pinged: asyncio.Future[int | Reply] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -405,6 +465,8 @@ class SimBroker(Broker):
         subjects = {number: subject for number, (subject, _) in self._services.items()}
         for number, subject in subjects.items():
             self._send(partial(self._server.subscribe, number, subject, 0))
+        for number, subscription in self._subscriptions.items():
+            self._send(partial(self._server.listen, number, subscription.pattern, 0))
         self._rearm(_PING_SECONDS * self._rng.uniform(0.8, 1.2), self._ping)
         self._set_connected(True)
 
@@ -472,9 +534,13 @@ class SimBroker(Broker):
 
     def answered(self, session: _Session, operation: int, outcome: int | Reply | KVStreamError) -> None:
         """The server's answer to an operation."""
-        future = self._open.get(operation)
-        if session is self._session and future is not None:
+        future, gathering = self._open.get(operation), self._gathering.get(operation)
+        if session is not self._session or future is None:
+            return
+        if gathering is None:
             _settle(future, outcome)
+        elif gathering.take(outcome):
+            _settle(future, 0)
 
     def changed(self, session: _Session, events: tuple[LeaseEvent, ...]) -> None:
         """Leases changed."""
@@ -533,7 +599,7 @@ class SimBroker(Broker):
         if not self.connected:
             raise BrokerUnavailable("the simulated broker can't be reached")
         number, future = self._operation()
-        self._send(partial(self._server.ask, subject, data, number))
+        self._send(partial(self._server.ask, subject, data, False, number))
         try:
             async with asyncio.timeout(timeout):
                 reply = await future
@@ -567,6 +633,63 @@ class SimBroker(Broker):
         except BrokerUnavailable:
             pass  # the next session begins without it
 
+    def publish(self, subject: str, data: bytes) -> None:
+        check_publish(subject, data)
+        if self.connected:
+            self._send(partial(self._server.publish, Message(subject, data)))
+        else:
+            self.unpublished += 1
+
+    def published(self, session: _Session, number: int, message: Message) -> None:
+        """A message for one of our subscriptions."""
+        subscription = self._subscriptions.get(number)
+        if session is self._session and subscription is not None:
+            subscription.messages.put(message)
+
+    def subscribe(self, subject: str, *, limit: int = 1024) -> _Subscription:
+        check_pattern(subject)
+        return _Subscription(self, subject, Messages(limit))
+
+    async def listen(self, subscription: _Subscription) -> None:
+        """For a subscription that begins."""
+        self._check_open()
+        self._count += 1
+        number = self._count
+        self._subscriptions[number] = subscription
+        try:
+            await self._do(partial(self._server.listen, number, subscription.pattern))
+        except BrokerUnavailable:
+            pass  # it begins with the next connection
+        except asyncio.CancelledError:
+            self.unlisten(subscription)
+            raise
+
+    def unlisten(self, subscription: _Subscription) -> None:
+        """For a subscription that ends."""
+        for number in [number for number, one in self._subscriptions.items() if one is subscription]:
+            del self._subscriptions[number]
+            self._send(partial(self._server.unlisten, number))
+        subscription.messages.close()
+
+    async def gather(self, subject: str, data: bytes, *, timeout: float, expected: int | None = None) -> list[bytes]:
+        self._check_open()
+        if not self.connected:
+            raise BrokerUnavailable("the simulated broker can't be reached")
+        gathering = _Gathering(MAX_REPLIES if expected is None else min(expected, MAX_REPLIES))
+        if not gathering.missing:
+            return []
+        number, future = self._operation()
+        self._gathering[number] = gathering
+        self._send(partial(self._server.ask, subject, data, True, number))
+        try:
+            async with asyncio.timeout(timeout):
+                await future
+        except TimeoutError:
+            pass
+        finally:
+            del self._gathering[number]
+        return gathering.answers
+
     async def aclose(self) -> None:
         if self._closed:
             return
@@ -581,6 +704,8 @@ class SimBroker(Broker):
         self._set_connected(False)
         for view in list(self._views):
             view.close()
+        for subscription in self._subscriptions.values():
+            subscription.messages.close()
         for _, service in list(self._services.values()):
             await service.responder.aclose()
         self._services.clear()

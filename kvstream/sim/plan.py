@@ -217,6 +217,8 @@ def generate(seed: int, *, workers: int, streams: int, faults: Profile | Schedul
         max_streams=rng.choice((16384, 16384, 8)),
         max_pending_offers=rng.choice((1024, 1024, 3)),
         offer_wait=rng.choice((0.3, 1.0)),
+        # Orders come from outside of the cluster; what they do to streams is a matter of faults here.
+        control=False,
         deadline=3.0,
         connect_timeout=rng.choice((0.5, 1.0)),
         end_wait=rng.choice((0.05, 0.3)),

@@ -476,7 +476,7 @@ class UcxConnection(Connection):
             self._device_slot_bytes = slot_bytes
 
     def device_offered(self, offer: bytes) -> DeviceOffer | None:
-        described = _decode(offer, _Offer, self.peer_address)
+        described = _decode(offer, _offers, self.peer_address)
         device = described.device
         if device is None:
             return None
@@ -499,7 +499,7 @@ class UcxConnection(Connection):
 
     def try_device(self, offer: bytes, address: int) -> asyncio.Future[None]:
         future: asyncio.Future[None] = self._loop.create_future()
-        device = _decode(offer, _Offer, self.peer_address).device
+        device = _decode(offer, _offers, self.peer_address).device
         if device is None:
             raise RuntimeError("the source has offered no memory of a GPU")
 

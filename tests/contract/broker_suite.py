@@ -8,7 +8,17 @@ from typing import Protocol
 
 import pytest
 
-from kvstream.discovery.broker import MAX_VALUE, Broker, Conflict, LeaseEvent, NobodyServes, Synced
+from kvstream.discovery.broker import (
+    MAX_MESSAGE,
+    MAX_VALUE,
+    Broker,
+    Conflict,
+    LeaseEvent,
+    Message,
+    Messages,
+    NobodyServes,
+    Synced,
+)
 from kvstream.errors import BrokerUnavailable, ConfigError, Fenced, KVStreamError, PeerLost, Refused
 from tests.timing import in_time, timed
 
@@ -47,6 +57,15 @@ async def connected(broker: Broker, wanted: bool = True) -> None:
         if broker.connected:
             await lost.wait()
         remove()
+
+
+async def next_message(messages: Messages, timeout: float = 20.0) -> Message:
+    async with asyncio.timeout(timeout):
+        return await anext(messages)
+
+
+async def said(answer: bytes) -> bytes:
+    return answer
 
 
 class BrokerSuite:
@@ -335,6 +354,179 @@ class BrokerSuite:
             await broker.put("w.x.0", b"", ttl=60, revision=0)
         except Conflict as conflict:
             assert conflict.value == b""
+
+    # -- messages
+
+    async def test_published_messages_come_in_order_to_each_subscriber(self, cluster: Cluster) -> None:
+        async with await cluster.connect() as a, await cluster.connect() as b:
+            async with (
+                a.subscribe("kvstream.test.*.x") as mine,
+                b.subscribe("kvstream.test.>") as all_of_it,
+                b.subscribe("kvstream.test.1.x") as one,
+            ):
+                for i in range(20):
+                    a.publish(f"kvstream.test.{i}.x", b"%d" % i)
+                a.publish("kvstream.test.end", b"")
+                a.publish("kvstream.test.end.x", b"")
+                seen = [await next_message(all_of_it) for _ in range(22)]
+                assert seen[:20] == [Message(f"kvstream.test.{i}.x", b"%d" % i) for i in range(20)]
+                assert [await next_message(mine) for _ in range(21)] == [*seen[:20], seen[21]]
+                assert await next_message(one) == Message("kvstream.test.1.x", b"1")
+            assert a.unpublished == 0
+            with pytest.raises(StopAsyncIteration):
+                await anext(mine)
+
+    async def test_a_slow_subscriber_loses_the_oldest_and_they_are_counted(self, cluster: Cluster) -> None:
+        async with await cluster.connect() as a, await cluster.connect() as b:
+            async with b.subscribe("kvstream.test", limit=3) as slow, b.subscribe("kvstream.test") as quick:
+                for i in range(10):
+                    a.publish("kvstream.test", b"%d" % i)
+                while (await next_message(quick)).data != b"9":
+                    pass
+                assert [(await next_message(slow)).data for _ in range(3)] == [b"7", b"8", b"9"]
+                assert (slow.dropped, quick.dropped) == (7, 0)
+
+    async def test_a_cancelled_wait_loses_no_message(self, cluster: Cluster) -> None:
+        async with await cluster.connect() as a, await cluster.connect() as b, b.subscribe("kvstream.test") as messages:
+            for i in range(5):
+                waiting = asyncio.ensure_future(anext(messages))
+                await asyncio.sleep(0)
+                waiting.cancel()
+                a.publish("kvstream.test", b"%d" % i)
+                assert (await next_message(messages)).data == b"%d" % i
+                await asyncio.wait({waiting})
+
+    async def test_what_was_said_last_is_heard(self, cluster: Cluster) -> None:
+        async with await cluster.connect() as b, b.subscribe("kvstream.test") as messages:
+            async with await cluster.connect() as a:
+                for _ in range(50):
+                    a.publish("kvstream.test", b"last words")
+            for _ in range(50):
+                assert (await next_message(messages)).data == b"last words"
+
+    async def test_messages_over_an_outage(self, cluster: Cluster) -> None:
+        async with await cluster.connect() as a, await cluster.connect() as b, b.subscribe("kvstream.test") as messages:
+            await cluster.stop()
+            await connected(a, False)
+            await connected(b, False)
+            a.publish("kvstream.test", b"lost")
+            assert a.unpublished == 1
+            async with b.subscribe("kvstream.late") as late:
+                await cluster.start()
+                await connected(a)
+                await connected(b)
+                # Until the subscription stands again: being connected is told before it is.
+                for word, heard in (("test", messages), ("late", late)):
+                    while True:
+                        a.publish(f"kvstream.{word}", b"again")
+                        try:
+                            assert (await next_message(heard, 0.2)).data == b"again"
+                        except TimeoutError:
+                            continue
+                        break
+
+    async def test_close_ends_subscriptions(self, cluster: Cluster) -> None:
+        broker = await cluster.connect()
+        async with broker.subscribe("kvstream.test") as messages:
+            waiting = asyncio.ensure_future(anext(messages))
+            await asyncio.sleep(0)
+            await broker.aclose()
+            await asyncio.wait({waiting}, timeout=20)
+            assert isinstance(waiting.exception(), StopAsyncIteration)
+        broker.publish("kvstream.test", b"")
+        assert broker.unpublished == 1
+        with pytest.raises(BrokerUnavailable):
+            async with broker.subscribe("kvstream.test"):
+                pass
+        with pytest.raises(BrokerUnavailable):
+            await broker.gather("kvstream.test", b"", timeout=1)
+
+    @pytest.mark.parametrize("subject", ["", "a b", "a..b", ".a", "a.", "a.\n"])
+    async def test_subjects_are_checked(self, cluster: Cluster, subject: str) -> None:
+        async with await cluster.connect() as a:
+            with pytest.raises(ConfigError, match="subject"):
+                a.publish(subject, b"")
+            with pytest.raises(ConfigError, match="subject"):
+                async with a.subscribe(subject):
+                    pass
+            with pytest.raises(ConfigError, match="data"):
+                a.publish("kvstream.test", b"x" * (MAX_MESSAGE + 1))
+            for wild in ("a.*", "a.>"):
+                with pytest.raises(ConfigError, match="subject"):
+                    a.publish(wild, b"")
+            with pytest.raises(ConfigError, match="subject"):
+                async with a.subscribe("a.>.b"):
+                    pass
+
+    # -- many answers
+
+    async def test_all_who_serve_a_subject_are_asked(self, cluster: Cluster) -> None:
+        async with await cluster.connect() as a, await cluster.connect() as b:
+            assert await a.gather("kvstream.test", b"", timeout=20) == []
+            async with (
+                await a.serve("kvstream.test", lambda _, data: said(b"a " + data)),
+                await b.serve("kvstream.test", lambda _, data: said(b"b " + data)),
+                await b.serve("kvstream.*", lambda _, data: said(b"c " + data)),
+            ):
+                answers = await a.gather("kvstream.test", b"hey", timeout=20, expected=3)
+                assert sorted(answers) == [b"a hey", b"b hey", b"c hey"]
+                assert len(await b.gather("kvstream.test", b"hey", timeout=20, expected=1)) == 1
+                assert await b.gather("kvstream.test", b"hey", timeout=20, expected=0) == []
+                # A request has one answer all the same.
+                assert (await a.request("kvstream.test", b"hey", timeout=20)).endswith(b" hey")
+
+    async def test_gathering_ends_in_time_without_the_silent_and_the_failed(self, cluster: Cluster) -> None:
+        async with await cluster.connect() as a, await cluster.connect() as b:
+
+            async def silent(_subject: str, _data: bytes) -> bytes:
+                await asyncio.Event().wait()
+                raise AssertionError
+
+            async def broken(_subject: str, _data: bytes) -> bytes:
+                raise Refused("no", 0.1)
+
+            async with (
+                await a.serve("kvstream.test", silent),
+                await a.serve("kvstream.test", broken),
+                await b.serve("kvstream.test", lambda _, data: said(data)),
+            ):
+                assert await b.gather("kvstream.test", b"x", timeout=0.3) == [b"x"]
+                # The one that failed has answered too.
+                assert await b.gather("kvstream.test", b"x", timeout=20, expected=2) == [b"x"]
+
+    async def test_an_outage_fails_a_gathering(self, cluster: Cluster) -> None:
+        async with await cluster.connect() as a, await cluster.connect() as b:
+            started = asyncio.Event()
+
+            async def handler(_subject: str, _data: bytes) -> bytes:
+                started.set()
+                await asyncio.Event().wait()
+                raise AssertionError
+
+            await a.serve("kvstream.test", handler)
+            ask = asyncio.ensure_future(b.gather("kvstream.test", b"", timeout=30))
+            await started.wait()
+            await cluster.stop()
+            await asyncio.wait({ask}, timeout=10)
+            assert isinstance(ask.exception(), BrokerUnavailable)
+
+    async def test_a_cancelled_gathering_leaves_the_broker_usable(self, cluster: Cluster) -> None:
+        async with await cluster.connect() as a:
+            started = asyncio.Event()
+
+            async def handler(_subject: str, data: bytes) -> bytes:
+                started.set()
+                if data == b"hang":
+                    await asyncio.Event().wait()
+                return data
+
+            async with await a.serve("kvstream.test", handler):
+                ask = asyncio.ensure_future(a.gather("kvstream.test", b"hang", timeout=30))
+                await started.wait()
+                ask.cancel()
+                await asyncio.wait({ask})
+                assert ask.cancelled()
+                assert await a.gather("kvstream.test", b"fine", timeout=20, expected=1) == [b"fine"]
 
     # -- outage
 

@@ -321,9 +321,10 @@ async def test_workers_are_listed(start: Start, run: Run, environ: Environ) -> N
         ),
     ],
 )
+@pytest.mark.parametrize("command", ["workers", "streams"])
 @timed
-def test_workers_without_a_server(run: Run, args: tuple[str, ...], code: int, words: str) -> None:
-    result, took = clocked(run, "workers", *args)
+def test_workers_without_a_server(run: Run, command: str, args: tuple[str, ...], code: int, words: str) -> None:
+    result, took = clocked(run, command, *args)
     assert (result.returncode, result.stdout) == (code, "")
     assert re.match(words, one_line(result.stderr))
     assert "secret" not in result.stderr

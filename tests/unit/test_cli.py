@@ -19,11 +19,12 @@ import pytest
 import structlog
 
 from kvstream import __version__
-from kvstream.cli import checks, doctor, lane_probe, loop, main, server, trials, workers
+from kvstream.cli import checks, doctor, events, lane_probe, loop, main, server, streams, trials, workers
 from kvstream.cli.checks import Check
 from kvstream.cli.doctor import Group, render, run_checks
 from kvstream.cli.lane_probe import LaneResult, ProbeFailed
 from kvstream.cli.logs import configure_logging
+from kvstream.discovery.control import StreamEnded, StreamRecord
 from kvstream.errors import BrokerUnavailable, ConfigError, KVStreamError, UnknownWorker
 from kvstream.log import get_logger
 from kvstream.transport.base import Connection, StagingBudget
@@ -249,6 +250,78 @@ def test_a_workers_text_can_not_command_the_terminal() -> None:
     text = workers.render([a_worker(host="\x1b]0;x\x07", address="\n\x1b[2J")])
     assert all(character.isprintable() or character == "\n" for character in text)
     assert len(text.splitlines()) == 2
+
+
+# -- steering
+
+
+def a_stream(**changes: object) -> StreamRecord:
+    values = {
+        "worker": "prefill-0/0",
+        "stream": "r-1",
+        "role": "source",
+        "peer": "",
+        "epoch": 1,
+        "state": "slot",
+        "waited": 0.25,
+        "layers": 4,
+        "layers_done": 3,
+    }
+    return StreamRecord(**{**values, **changes})
+
+
+def test_the_table_of_streams_has_both_sides_of_each_together() -> None:
+    found = [a_stream(role="destination", worker="a/0", copies=("a/0", "b/0")), a_stream(stream="r-2"), a_stream()]
+    header, *rows = streams.render(found).splitlines()
+    assert header.split() == [
+        "STREAM",
+        "WORKER",
+        "ROLE",
+        "PEER",
+        "EPOCH",
+        "WAITS",
+        "FOR",
+        "SECONDS",
+        "LAYERS",
+        "COPIES",
+    ]
+    assert [row.split()[:3] for row in rows] == [
+        ["r-1", "prefill-0/0", "source"],
+        ["r-1", "a/0", "destination"],
+        ["r-2", "prefill-0/0", "source"],
+    ]
+    assert rows[0].split()[3:] == ["-", "1", "slot", "0.2", "3/4", "-"]
+    assert rows[1].split()[-1] == "a/0,b/0"
+    assert streams.render([]) == "no streams are live"
+
+
+def test_an_event_is_a_line_that_can_not_command_the_terminal() -> None:
+    event = StreamEnded(
+        worker="a/0",
+        incarnation="0" * 32,
+        time=1.5,
+        seq=3,
+        stream="r\x1b[2J\n",
+        role="source",
+        peer="",
+        epoch=1,
+        code="cancelled",
+        why="by an order",
+        tokens=4,
+        bytes=64,
+        seconds=0.5,
+    )
+    text = events.line(event)
+    assert text == (
+        "00:00:01.500 stream-ended a/0              stream=r?[2J? role=source peer=- epoch=1 code=cancelled"
+        ' why="by an order" tokens=4 bytes=64 seconds=0.500'
+    )
+
+
+@pytest.mark.parametrize("budget", ["-1", "nan", "inf", "1e9"])
+def test_a_drain_of_no_budget(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["drain", "a", f"--budget={budget}"]) == 2
+    assert capsys.readouterr().err.startswith("kvstream: --budget: must be 0 to 86400 seconds")
 
 
 # -- doctor: running
