@@ -552,9 +552,12 @@ class BrokerSuite:
             with pytest.raises(BrokerUnavailable):
                 await a.request("kvstream.test", b"", timeout=20)
 
+            now = asyncio.get_running_loop().time()
             await cluster.start()
             await connected(a)
             await connected(b)
+            for broker in (a, b):
+                assert now <= broker.steady_since <= asyncio.get_running_loop().time(), "the break is over since now"
             # What the restart lost is told as missing, with one Synced behind it.
             missing = await until_synced(events)
             assert {(event.key, event.value, event.reason) for event in missing} == {
