@@ -14,9 +14,11 @@ import msgspec
 import pytest
 
 from kvstream import (
+    BrokerUnavailable,
     Cancelled,
     ConfigError,
     ControlClient,
+    KVPool,
     PeerLost,
     Refused,
     Runtime,
@@ -25,6 +27,7 @@ from kvstream import (
     UnknownWorker,
 )
 from kvstream.discovery import MemoryBroker
+from kvstream.discovery.broker import Handler, Service
 from kvstream.discovery.client import Events as Watched
 from kvstream.discovery.control import (
     CreditStall,
@@ -42,6 +45,8 @@ from kvstream.discovery.records import encode_record
 from kvstream.discovery.registry import Joined, Left
 from kvstream.runtime.events import Events
 from kvstream.scheduler.commands import Stalled
+from kvstream.transport.base import StagingBudget
+from kvstream.transport.inproc import InprocTransport
 from tests.conftest import LAYOUT, Cluster
 
 TOKENS = LAYOUT.block_tokens
@@ -578,3 +583,58 @@ async def test_the_service_can_be_found_and_counts(cluster: Cluster, client: Con
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", stats["started"])
         with pytest.raises(ConfigError, match="verb"):
             await broker.request("$SRV.NONSENSE.kvstream", b"", timeout=5)
+
+
+# -- cancellation, outages
+
+
+class SlowBroker(MemoryBroker):
+    """Serving takes time, as on a real one."""
+
+    async def serve(self, subject: str, handler: Handler) -> Service:
+        service = await super().serve(subject, handler)
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            await service.aclose()
+            raise
+        return service
+
+
+async def test_a_start_that_is_cancelled_anywhere_leaves_nothing_served(cluster: Cluster) -> None:
+    """Also the control service: what it began to serve is taken back."""
+    steps = 0
+    while True:
+        async with SlowBroker(cluster.hub) as broker:
+            transport = InprocTransport(cluster.network, budget=StagingBudget(1 << 20))
+            pool = KVPool.allocate(LAYOUT, blocks=4)
+            runtime = Runtime("w", pool=pool, lanes="local", broker=broker, transport=transport)
+            starting = asyncio.create_task(runtime.__aenter__())
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            started = starting.done()
+            if not started:
+                starting.cancel()
+                await asyncio.wait({starting})
+                assert starting.cancelled()
+            await runtime.aclose()
+            assert broker.services == []
+            await transport.aclose()
+        if started:
+            break
+        steps += 1
+    assert steps > 10
+
+
+async def test_events_of_an_outage_are_counted_and_hold_nothing_up(cluster: Cluster, client: ControlClient) -> None:
+    source, destination = await pair(cluster)
+    await known(client, 2)
+    cluster.hub.stop()
+    async with Stream(source, destination) as stream:
+        await stream.finish()
+    cluster.hub.start()
+    async with asyncio.timeout(5):
+        assert (await client.stats("decode-0")).events_dropped == 1
+    with pytest.raises(BrokerUnavailable):
+        cluster.hub.stop()
+        await client.info("decode-0")
