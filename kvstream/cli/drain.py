@@ -6,7 +6,7 @@ import argparse
 
 from kvstream.cli.loop import run_loop
 from kvstream.cli.steering import add_common_arguments, client, print_json
-from kvstream.discovery.control import DrainReport
+from kvstream.discovery.control import MAX_BUDGET, DrainReport
 from kvstream.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not 0 <= args.budget <= 86400:
-        raise ConfigError("--budget", f"must be 0 to 86400 seconds, is {args.budget:g}")
+    if not 0 <= args.budget <= MAX_BUDGET:
+        raise ConfigError("--budget", f"must be 0 to {MAX_BUDGET} seconds, is {args.budget:g}")
     if args.undo:
         run_loop(_resume(args.nats, args.worker))
         report = DrainReport(finished=0, cancelled=0, seconds=0.0)

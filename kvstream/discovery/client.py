@@ -21,6 +21,7 @@ from kvstream.discovery.broker import Message, Messages, NobodyServes
 from kvstream.discovery.control import (
     ALL,
     KINDS,
+    MAX_BUDGET,
     CancelReply,
     DrainReport,
     Event,
@@ -167,6 +168,8 @@ class ControlClient:
     async def drain(self, worker: str, budget: float = 30.0) -> DrainReport:
         """Have a worker take nothing new and let what is live finish; after `budget` seconds the rest is cancelled.
         Returns when that is done. Cancelling this wait does not end the drain; `resume` does."""
+        if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= MAX_BUDGET:  # pyright: ignore[reportUnnecessaryIsInstance] - callers need not be typed
+            raise ConfigError("budget", f"must be 0 to {MAX_BUDGET} seconds, is {budget!r}")
         request = ToBudget(budget=budget)
         return await self._ask(worker, "drain", request, DrainReport, timeout=budget + _DRAIN_SLACK)
 

@@ -18,6 +18,7 @@ __all__ = [
     "ALL",
     "EVENTS",
     "KINDS",
+    "MAX_BUDGET",
     "OPERATIONS",
     "CancelReply",
     "CreditStall",
@@ -63,10 +64,12 @@ ALL = "kvstream.all"
 EVENTS = "kvstream.event"
 """Events are published on `kvstream.event.<kind>.<name>.<rank>`."""
 MAX_REQUEST = 64 * 1024
+MAX_BUDGET = 86400
+"""Seconds."""
 
 _Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Worker = Annotated[str, msgspec.Meta(min_length=1, max_length=80)]
-_Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_BUDGET)]
 
 Role = Literal["source", "destination", "holder"]
 Level = Literal["debug", "info", "warning", "error"]

@@ -56,6 +56,7 @@ class _Stats(msgspec.Struct, frozen=True, kw_only=True):
     last_error: str
     processing_time: int
     average_processing_time: int
+    data: None = None
 
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

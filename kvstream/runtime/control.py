@@ -87,7 +87,7 @@ class Control:
             id=record.incarnation,
             version=__version__,
             description="a kvstream worker",
-            started=datetime.fromtimestamp(record.started, UTC).isoformat(timespec="milliseconds"),
+            started=f"{datetime.fromtimestamp(record.started, UTC):%Y-%m-%dT%H:%M:%S.%f}Z",
             metadata={"worker": record.id, "roles": ",".join(record.roles), "host": record.host},
             endpoints=list(self._endpoints.values()),
         )

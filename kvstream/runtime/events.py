@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Events"]
 
+_RESERVE = 0.1
+"""The share of what may be told that is kept for the worker's own life: streams end by the thousand."""
 _WHY = 500
 """Characters of an error's text that are told."""
 
@@ -83,12 +85,12 @@ class Events:
     def taken(self, session: SendStream | ReceiveStream, command: Accepted) -> None:
         """A stream has been agreed on."""
         if isinstance(session, SendStream) and command.epoch > 1:
-            self._tell(StreamRerouted, stream=session.stream, peer=command.peer, epoch=command.epoch)
+            self._tell_of_streams(StreamRerouted, stream=session.stream, peer=command.peer, epoch=command.epoch)
 
     def ended(self, session: SendStream | ReceiveStream, command: Ended) -> None:
         """A stream has ended, and its session knows."""
         error = command.error
-        self._tell(
+        self._tell_of_streams(
             StreamEnded,
             stream=session.stream,
             role="source" if isinstance(session, SendStream) else "destination",
@@ -103,7 +105,7 @@ class Events:
 
     def stalled(self, command: Stalled) -> None:
         """A peer makes no progress."""
-        self._tell(
+        self._tell_of_streams(
             CreditStall,
             peer=command.peer,
             role="source" if command.outgoing else "destination",
@@ -113,12 +115,15 @@ class Events:
             seconds=command.seconds,
         )
 
-    def _tell(self, kind: type[Event], **fields: Any) -> None:
+    def _tell_of_streams(self, kind: type[Event], **fields: Any) -> None:
+        self._tell(kind, self._most * _RESERVE, **fields)
+
+    def _tell(self, kind: type[Event], kept: float = 0.0, **fields: Any) -> None:
         self._count += 1
         now = self._clock()
         self._allowed = min(self._most, self._allowed + (now - self._since) * self._rate)
         self._since = now
-        if self._allowed < 1.0:
+        if self._allowed < 1.0 + kept:
             self._cut += 1
             return
         self._allowed -= 1.0

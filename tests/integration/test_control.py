@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nats.micro.service import ServiceInfo, ServicePing, ServiceStats
 
 from kvstream import (
     BrokerUnavailable,
@@ -228,6 +229,9 @@ async def test_the_service_is_one_of_nats_services(here: tuple[Runtime, ControlC
             answer = json.loads(await broker.request(subject, b"", timeout=5))
             assert answer["type"] == f"io.nats.micro.v1.{verb.lower()}_response"
             assert (answer["name"], answer["id"]) == ("kvstream", runtime.incarnation)
+            # As a client of such services reads it.
+            read = {"PING": ServicePing, "INFO": ServiceInfo, "STATS": ServiceStats}[verb].from_dict(answer)
+            assert read.metadata["worker"] == "w/0"
             assert re.fullmatch(r"\d+\.\d+\.\d+", answer["version"])
             if verb != "PING":
                 assert [endpoint["name"] for endpoint in answer["endpoints"]] == [one.name for one in OPERATIONS]

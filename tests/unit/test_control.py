@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -13,9 +14,11 @@ import msgspec
 import pytest
 
 from kvstream import (
+    BrokerUnavailable,
     Cancelled,
     ConfigError,
     ControlClient,
+    KVPool,
     PeerLost,
     Refused,
     Runtime,
@@ -24,6 +27,7 @@ from kvstream import (
     UnknownWorker,
 )
 from kvstream.discovery import MemoryBroker
+from kvstream.discovery.broker import Handler, Service
 from kvstream.discovery.client import Events as Watched
 from kvstream.discovery.control import (
     CreditStall,
@@ -41,6 +45,8 @@ from kvstream.discovery.records import encode_record
 from kvstream.discovery.registry import Joined, Left
 from kvstream.runtime.events import Events
 from kvstream.scheduler.commands import Stalled
+from kvstream.transport.base import StagingBudget
+from kvstream.transport.inproc import InprocTransport
 from tests.conftest import LAYOUT, Cluster
 
 TOKENS = LAYOUT.block_tokens
@@ -341,6 +347,9 @@ async def test_who_and_what_is_unknown_is_typed(cluster: Cluster, client: Contro
         await client.reroute("r", ["decode-0", "decode-9"])
     with pytest.raises(ConfigError, match=r"request: .*level"):
         await client.set_log_level("decode-0", "loud")  # type: ignore[arg-type]
+    for budget in (-1, float("nan"), "1"):
+        with pytest.raises(ConfigError, match="budget: must be 0 to 86400 seconds"):
+            await client.drain("decode-0", budget)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="kinds: 'nonsense'"):
         client.events("nonsense")
 
@@ -538,7 +547,7 @@ async def test_a_storm_of_events_is_cut_off_and_counted(cluster: Cluster) -> Non
             events.joined(())
         told = [json.loads((await anext(messages)).data) for _ in range(15)]
     assert events.dropped == 85
-    assert [event["seq"] for event in told] == [*range(1, 11), *range(51, 56)]
+    assert [event["seq"] for event in told] == [*range(1, 10), *range(51, 57)]  # one is kept for the worker's own
     assert told[0] == {
         "event": "credit-stall", "worker": "w/0", "incarnation": "0" * 32, "time": 5.0, "seq": 1, "peer": "p/0",
         "role": "source", "stream": "r", "streams": 2, "chunks": 3, "seconds": 1.5,
@@ -571,6 +580,61 @@ async def test_the_service_can_be_found_and_counts(cluster: Cluster, client: Con
         assert (counted["info"]["num_requests"], counted["info"]["num_errors"]) == (1, 0)
         assert (counted["cancel"]["num_requests"], counted["cancel"]["num_errors"]) == (1, 1)
         assert "'r' is not live" in counted["cancel"]["last_error"]
-        assert stats["started"].endswith("+00:00")
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", stats["started"])
         with pytest.raises(ConfigError, match="verb"):
             await broker.request("$SRV.NONSENSE.kvstream", b"", timeout=5)
+
+
+# -- cancellation, outages
+
+
+class SlowBroker(MemoryBroker):
+    """Serving takes time, as on a real one."""
+
+    async def serve(self, subject: str, handler: Handler) -> Service:
+        service = await super().serve(subject, handler)
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            await service.aclose()
+            raise
+        return service
+
+
+async def test_a_start_that_is_cancelled_anywhere_leaves_nothing_served(cluster: Cluster) -> None:
+    """Also the control service: what it began to serve is taken back."""
+    steps = 0
+    while True:
+        async with SlowBroker(cluster.hub) as broker:
+            transport = InprocTransport(cluster.network, budget=StagingBudget(1 << 20))
+            pool = KVPool.allocate(LAYOUT, blocks=4)
+            runtime = Runtime("w", pool=pool, lanes="local", broker=broker, transport=transport)
+            starting = asyncio.create_task(runtime.__aenter__())
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            started = starting.done()
+            if not started:
+                starting.cancel()
+                await asyncio.wait({starting})
+                assert starting.cancelled()
+            await runtime.aclose()
+            assert broker.services == []
+            await transport.aclose()
+        if started:
+            break
+        steps += 1
+    assert steps > 10
+
+
+async def test_events_of_an_outage_are_counted_and_hold_nothing_up(cluster: Cluster, client: ControlClient) -> None:
+    source, destination = await pair(cluster)
+    await known(client, 2)
+    cluster.hub.stop()
+    async with Stream(source, destination) as stream:
+        await stream.finish()
+    cluster.hub.start()
+    async with asyncio.timeout(5):
+        assert (await client.stats("decode-0")).events_dropped == 1
+    with pytest.raises(BrokerUnavailable):
+        cluster.hub.stop()
+        await client.info("decode-0")
