@@ -22,7 +22,9 @@ from kvstream.errors import (
 )
 from kvstream.layout import KVLayout, Shard
 from kvstream.memory import KVPool
-from kvstream.runtime.reports import RuntimeStats, StreamReport
+from kvstream.runtime.fetches import FetchStream
+from kvstream.runtime.holds import Hold
+from kvstream.runtime.reports import HoldState, RuntimeStats, StreamReport
 from kvstream.runtime.routing import Candidate, LeastLoaded, RouteRequest, RoutingPolicy
 from kvstream.runtime.runtime import Runtime
 from kvstream.runtime.sessions import Offer, ReceiveStream, SendStream
@@ -35,6 +37,9 @@ __all__ = [
     "Corrupted",
     "DeadlineExceeded",
     "Fenced",
+    "FetchStream",
+    "Hold",
+    "HoldState",
     "KVLayout",
     "KVPool",
     "KVStreamError",

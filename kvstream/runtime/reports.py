@@ -6,7 +6,7 @@ import msgspec
 
 from kvstream.scheduler.stats import PeerState, StreamState
 
-__all__ = ["Quarantine", "RuntimeStats", "StreamReport"]
+__all__ = ["HoldState", "Quarantine", "RuntimeStats", "StreamReport"]
 
 
 class StreamReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,13 +38,28 @@ class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
 
 
+class HoldState(msgspec.Struct, frozen=True, kw_only=True):
+    """A stream that is held here: `bytes` of KV in whole blocks, lendable for `expires_in` seconds more (while it is
+    pinned, until the last pin is gone as well). `reads` copies of it are on their way at present, `served` have been
+    sent whole. With `leaving` it is lent to nobody any more, and its blocks are free when `reads` is 0."""
+
+    stream: str
+    tokens: int
+    bytes: int
+    expires_in: float
+    pins: int
+    reads: int
+    served: int
+    leaving: bool
+
+
 class RuntimeStats(msgspec.Struct, frozen=True, kw_only=True):
     """A runtime at one moment. Counts are totals since its start, sizes bytes.
 
     `streams` are the live ones: what each waits for, and how long. `offers_waiting` and `tokens_waiting` are offers
     that nobody has answered yet, and their tokens in all. `staging_used` includes `staging_quarantined`, which
     `quarantined` breaks down by peer. `ended` counts streams by the code of their end ("done" or an error's), both
-    directions.
+    directions. `holds` are the streams held for others, least recently used first.
     """
 
     streams: tuple[StreamState, ...]
@@ -60,3 +75,4 @@ class RuntimeStats(msgspec.Struct, frozen=True, kw_only=True):
     stale_frames: int
     protocol_errors: int
     ended: tuple[tuple[str, int], ...]
+    holds: tuple[HoldState, ...] = ()
