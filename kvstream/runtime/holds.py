@@ -101,11 +101,12 @@ class Hold:
 
     def release(self, why: HoldEnd = "released") -> None:
         """End it; who asks for the stream later hears why. Raises ConfigError when it has been called before, or while
-        the hold is pinned; once its time was over by itself, nothing is left to do."""
+        the hold is pinned, unless the stream is "replaced"; once its time was over by itself, nothing is left to do.
+        """
         self._holds.check_here("release")
         if self._released:
             raise ConfigError("hold", f"{self._stream!r} has been released already; release it once")
-        if self.pins:
+        if self.pins and why != "replaced":
             raise ConfigError("hold", f"{self._stream!r} is pinned by {self.pins}; unpin it as often as it was pinned")
         self._released = True
         self._holds.end(self, why)
@@ -299,6 +300,10 @@ class Holds:
     def get(self, stream: str) -> Hold | None:
         """The hold of a stream, if it is held. Does not count as use."""
         return self._table.get(stream)
+
+    def all(self) -> tuple[Hold, ...]:
+        """Every hold that lends, least recently used first."""
+        return tuple(self._table.values())
 
     def held_block(self, ids: BlockIds) -> tuple[int, str] | None:
         """The first of these blocks that is held, and for which stream; None when none is."""

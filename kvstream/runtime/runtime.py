@@ -418,6 +418,11 @@ class Runtime:
         """What is held of a stream here, and not released yet."""
         return self._streams.holds.get(stream)
 
+    @property
+    def holds(self) -> tuple[Hold, ...]:
+        """What is held here and not released yet, least recently used first."""
+        return self._streams.holds.all()
+
     async def push(
         self,
         stream: str,
