@@ -21,6 +21,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "demo": "prefill in one process, decode in others, KV cache streamed between",
     "server": "run a NATS server for this user's workers",
+    "worker": "run a worker: one that holds KV for others, or an engine of yours",
     "workers": "list the workers that are registered",
     "bench": "measure what moves between two workers, on one host or two",
     "sim": "run simulated clusters under seeded faults",
@@ -106,6 +107,10 @@ def _load(name: str) -> _Command:
         from kvstream.cli import sim
 
         return sim
+    if name == "worker":
+        from kvstream.cli import worker
+
+        return worker
     if name == "workers":
         from kvstream.cli import workers
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -406,7 +407,18 @@ class Holds:
 
     def serve(self, command: Fetched) -> None:
         """A peer has asked for what is held: send it, or say why not."""
-        deadline = self._streams.config.deadline if command.deadline is None else command.deadline
+        if len(self._tasks) >= self._streams.config.max_streams:
+            self._refuse(command, Refused(f"{len(self._tasks)} fetches are being served already (max_streams)"))
+            return
+        if command.stream not in self._table:
+            self._start(command, self._serve_later(command))
+        elif (push := self._push_for(command)) is not None:
+            task = self._start(command, self._serve(command, push))
+            # A task that is cancelled before its first step runs nothing.
+            task.add_done_callback(lambda _: push.give_back(sent=False) if push.key == 0 else None)
+
+    def _push_for(self, command: Fetched) -> _Push | None:
+        """The push that answers a fetch; None when it had to be refused."""
 
         async def asker() -> Sequence[str]:
             return [command.peer]
@@ -416,21 +428,24 @@ class Holds:
             tokens, ids = self._part(hold, command.tokens)
         except KVStreamError as error:
             self._refuse(command, error)
-            return
-        push = _Push(
+            return None
+        return _Push(
             self._streams,
             hold,
             ids,
             tokens,
             route=asker,
-            deadline=deadline,
+            deadline=self._streams.config.deadline if command.deadline is None else command.deadline,
             priority=command.priority,
             share=command.share,
             fetch=command.token,
         )
-        task = self._loop.create_task(self._serve(command, push), name=f"fetch {command.stream} for {command.peer}")
+
+    def _start(self, command: Fetched, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work, name=f"fetch {command.stream} for {command.peer}")
         self._tasks[task] = None
-        task.add_done_callback(lambda done: self._served(push, done))
+        task.add_done_callback(self._done)
+        return task
 
     async def _serve(self, command: Fetched, push: _Push) -> None:
         try:
@@ -441,11 +456,32 @@ class Holds:
                 self._refuse(command, error)
                 self._streams.driver.pump()
 
-    def _served(self, push: _Push, task: asyncio.Task[None]) -> None:
+    async def _serve_later(self, command: Fetched) -> None:
+        """Serve what may be on its way here: its source may have told the asker already that it is here.
+
+        Whoever receives it waits for its end too. When that comes it gets its turn of the loop before this goes on, and
+        holds the stream by then.
+        """
+        coming = self._streams.arriving(command.stream)
+        began = self.now()
+        wait = self._streams.config.deadline if command.deadline is None else command.deadline
+        try:
+            if coming is not None:
+                async with asyncio.timeout(wait):
+                    await coming.until_ended()
+        except TimeoutError:
+            # The asker's deadline is over as well.
+            return
+        await asyncio.sleep(0)
+        left = max(wait - (self.now() - began), 0.0)
+        push = self._push_for(replace(command, deadline=left))
+        if push is None:
+            self._streams.driver.pump()
+        else:
+            await self._serve(command, push)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
         del self._tasks[task]
-        if push.key == 0:
-            # A task that is cancelled before its first step runs nothing.
-            push.give_back(sent=False)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._loop.call_exception_handler({"message": f"kvstream: {task.get_name()} failed", "exception": error})
 

@@ -104,6 +104,8 @@ class Runtime:
         self._record: WorkerRecord | None = None
         self._staging = StagingBudget(self.config.staging_limit) if transport is None else transport.budget
         self._load_changed = asyncio.Event()
+        self._fenced = asyncio.Event()
+        self._fenced_by: Fenced | None = None
         self._log = get_logger("runtime", worker=self._identity.worker)
 
     # ------------------------------------------------------------------ life cycle
@@ -231,6 +233,8 @@ class Runtime:
     def _on_fenced(self, error: Fenced) -> None:
         """Another incarnation holds our name: nothing new may start here, and what runs must end."""
         self._log.error("fenced", why=str(error))
+        self._fenced_by = error
+        self._fenced.set()
         streams = self._streams_or_none
         if streams is not None:
             streams.core.shut(streams.driver.now(), error)
@@ -266,6 +270,13 @@ class Runtime:
     def registry(self) -> Registry:
         """The workers of the cluster: `workers()`, `lookup()`, `watch()`."""
         return self._registry
+
+    async def until_fenced(self) -> Fenced:
+        """Wait until another incarnation has taken this worker's name, if that ever happens; the error says which. From
+        then on this runtime can only be closed."""
+        await self._fenced.wait()
+        assert self._fenced_by is not None
+        return self._fenced_by
 
     def stats(self) -> RuntimeStats:
         """The state of this moment: live streams and what they wait for, connections, offers, staging, totals."""

@@ -103,6 +103,10 @@ class _Stream:
             raise ConfigError("stream", f"{self._name!r} was entered before; each stream is used once")
         self._entered = True
 
+    async def until_ended(self) -> None:
+        """Wait for the end, whatever it is."""
+        await self._ended.wait()
+
     async def _report(self) -> StreamReport:
         await self._ended.wait()
         end = self._end

@@ -415,6 +415,11 @@ class Streams:
         self._written[ids] = True
         session.claimed = ids
 
+    def arriving(self, stream: str) -> ReceiveStream | None:
+        """The stream of that name that is on its way here, if there is one and its source has been found."""
+        session = self._sessions.get(self.core.arriving(stream))
+        return session if isinstance(session, ReceiveStream) else None
+
     def written(self, ids: BlockIds) -> int | None:
         """The first of these blocks that a live inbound stream writes; None when there is none."""
         taken = np.flatnonzero(self._written[ids])

@@ -240,6 +240,10 @@ class Scheduler:
             share=share,
         )
 
+    def arriving(self, name: str) -> int:
+        """The key of the stream of that name that is being received from a source; 0 when there is none."""
+        return self._destination.arriving(name)
+
     def accept(self, now: float, offer_id: int, *, first_token: int = 0) -> int:
         """Take an offer handed out by Offered. Returns the stream's key. Raises Refused when it is gone."""
         return self._destination.accept(now, offer_id, first_token)

@@ -132,6 +132,10 @@ class Destination:
         stream.fetching = Fetching(stream, token, list(sources), exact, first_token, priority, share)
         return stream.fetching
 
+    def arriving(self, name: str) -> int:
+        stream = self._names.get(name)
+        return stream.key if stream is not None and stream.phase is not Phase.WAITING else 0
+
     def accept(self, now: float, offer_id: int, first_token: int) -> int:
         self._shared.check_open()
         offer = self._offers.get(offer_id)

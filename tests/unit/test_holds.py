@@ -312,6 +312,72 @@ async def test_a_fetch_works_without_the_broker(cluster: Cluster) -> None:
     cluster.hub.start()
 
 
+async def test_a_fetch_of_what_is_on_its_way_waits_for_it(cluster: Cluster) -> None:
+    source, holder = await pair(cluster)
+    asker = await cluster.worker("decode-1")
+
+    @holder.on_offer
+    async def handler(offer: Offer) -> None:
+        if offer.stream == "broken":
+            offer.accept(blocks=[20])
+            return
+        async with offer.accept(blocks=ASKED) as rx:
+            await rx.done()
+        holder.hold(offer.stream, blocks=ASKED, tokens=offer.tokens)
+
+    async with source.send("r", blocks=HELD, tokens=TOKENS, to="decode-0") as tx:
+        fetch = asyncio.ensure_future(asker.fetch("r", blocks=HELD, source="decode-0"))
+        await until(lambda: bool(tx.peer) and bool(holder._streams.holds._tasks))
+        for layer in range(LAYOUT.layers):
+            tx.layer_ready(layer)
+        await tx.done()
+    assert (await fetch).bytes == WHOLE
+    assert same(source, asker, HELD, HELD)
+
+    async with source.send("broken", blocks=[0], tokens=4, to="decode-0") as tx:
+        await until(lambda: bool(tx.peer))
+        with pytest.raises(DeadlineExceeded):
+            await asker.fetch("broken", blocks=[0], source="decode-0", deadline=0.05)
+        await until(lambda: not holder._streams.holds._tasks)
+        fetch = asyncio.ensure_future(asker.fetch("broken", blocks=[0], source="decode-0"))
+        await until(lambda: bool(holder._streams.holds._tasks))
+    with pytest.raises(Missed):
+        await fetch
+    assert not holder._streams.holds._tasks
+
+
+async def test_every_turn_between_the_end_of_a_stream_and_its_hold(cluster: Cluster) -> None:
+    """A fetch that comes at any moment from the stream's acceptance on is served."""
+    source, holder = await pair(cluster)
+    asker = await cluster.worker("decode-1")
+
+    @holder.on_offer
+    async def handler(offer: Offer) -> None:
+        async with offer.accept(blocks=[offer.metadata]) as rx:
+            await rx.done()
+        holder.hold(offer.stream, blocks=[offer.metadata], tokens=4)
+
+    serve = holder._streams.holds.serve
+    holder.hold("warm", blocks=[31], tokens=4)
+    await asker.fetch("warm", blocks=[0], source="decode-0")
+    for turns in range(30):
+        name = f"r{turns}"
+        caught: list[object] = []
+        holder._streams.holds.serve = caught.append  # type: ignore[method-assign]
+        async with source.send(name, blocks=[1], tokens=4, to="decode-0", metadata=turns) as tx:
+            await until(lambda: bool(tx.peer))
+            fetch = asyncio.ensure_future(asker.fetch(name, blocks=[0], source="decode-0", deadline=5.0))
+            await until(lambda: bool(caught))  # noqa: B023
+            for layer in range(LAYOUT.layers):
+                tx.layer_ready(layer)
+            done = asyncio.ensure_future(tx.done())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            serve(caught[0])  # type: ignore[arg-type]
+            await done
+        assert (await fetch).bytes == LAYOUT.layers * LAYOUT.block_bytes
+
+
 # ---------------------------------------------------------------------- cancellation, deadlines, death
 
 
