@@ -185,18 +185,24 @@ async def _until(stop: asyncio.Event, runtime: Runtime) -> None:
 
 async def _drain(runtime: Runtime, engine: Engine, budget: float) -> bool:
     """Let the engine and the runtime finish what they have. Returns whether they have."""
-    finished = True
-    try:
-        async with asyncio.timeout(budget), asyncio.TaskGroup() as group:
-            if isinstance(engine, Drains):
-                group.create_task(engine.drain(budget))
-            leaving = group.create_task(_leave(runtime, budget))
-        finished = leaving.result()
-    except TimeoutError:
-        finished = False
+    async with asyncio.TaskGroup() as group:
+        works = [group.create_task(_leave(runtime, budget))]
+        if isinstance(engine, Drains):
+            works.append(group.create_task(_finish(engine, budget)))
+    finished = all(work.result() for work in works)
     if not finished:
         get_logger("worker").warning("left with work unfinished", budget=budget)
     return finished
+
+
+async def _finish(engine: Drains, budget: float) -> bool:
+    """Returns whether the engine has finished in time."""
+    try:
+        async with asyncio.timeout(budget):
+            await engine.drain(budget)
+    except TimeoutError:
+        return False
+    return True
 
 
 async def _leave(runtime: Runtime, budget: float) -> bool:
