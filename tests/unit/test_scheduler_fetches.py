@@ -1,4 +1,4 @@
-"""Fetches in the scheduler core, one side at a time: whom the asker asks, what it takes for an answer, when it gives up."""
+"""Fetches in the scheduler core, one side at a time: whom the asker asks, what counts as an answer, when it gives up."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Asker(Side):
         self.hear(wire.Offer(num, 1, "s", tokens, fetch=token), link)
 
     def asked(self, *sources: str, link: int = 1, **options: int) -> int:
-        """A fetch that the first source has been asked for, on a link that was up, and its peer can send on `link`+10."""
+        """A fetch that the first source has been asked for, on a link that was up; its peer sends on `link`+10."""
         self.up(link, sources[0])
         self.up(link + 10, sources[0], outgoing=False)
         key = self.fetch(*sources, **options)  # type: ignore[arg-type]

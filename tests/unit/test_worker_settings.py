@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 
 from kvstream import ConfigError, KVLayout
 from kvstream.cli.worker.engines import make_engine
-from kvstream.cli.worker.settings import load_settings, read_layout
+from kvstream.cli.worker.settings import WorkerSettings, load_settings, read_layout
 from kvstream.holder import Holder
 
+ROOT = Path(__file__).parents[2]
 NEEDED = {"name": "a", "blocks": 4, "layout": "l.toml"}
 LAYOUT = {"layers": 4, "kv_heads": 2, "head_dim": 8, "block_tokens": 4, "dtype": "float16"}
 FILE = """
@@ -136,6 +138,17 @@ def test_mistakes_in_a_layout_file_are_named(config: Any, name: str, text: str, 
         read_layout(load_settings(None, {}, {**NEEDED, "layout": path}))
     assert caught.value.field == "layout"
     assert path in str(caught.value)
+
+
+def test_the_documented_settings_are_those_that_there_are(config: Any) -> None:
+    text = (ROOT / "docs" / "worker.md").read_text()
+    layout, settings = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    read_layout(load_settings(None, {}, {**NEEDED, "layout": config(layout, "l.toml")}))
+    loaded = load_settings(config(settings), {}, {})
+    assert isinstance(make_engine(loaded.engine, loaded.options), Holder)
+    documented = set(re.findall(r"^(\w+) =|^\[(\w+)\]", settings, re.MULTILINE))
+    names = {name for pair in documented for name in pair}
+    assert names >= set(WorkerSettings.__struct_fields__) - {"shard"}
 
 
 class NoEngine:
