@@ -8,7 +8,6 @@ own end fences. It copies nothing and writes into no block.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -70,6 +69,7 @@ class Hold:
         self.metadata = metadata
         self.expires = holds.now() + ttl
         self.timer: asyncio.TimerHandle | None = None
+        """Runs while its time does."""
         self.pins = 0
         """Users that keep it from expiring."""
         self.reads = 0
@@ -124,7 +124,8 @@ class Hold:
         if not self.pins:
             raise ConfigError("hold", f"{self._stream!r} is not pinned; unpin it as often as it was pinned")
         self.pins -= 1
-        self._holds.expire(self)
+        if not self.pins and self.timer is None:
+            self._holds.end(self, "expired")
 
     def extend(self, ttl: float) -> None:
         """Let it end so many seconds from now. Raises ConfigError when it has ended."""
@@ -319,16 +320,12 @@ class Holds:
         hold.expires = self.now() + ttl
         if hold.timer is not None:
             hold.timer.cancel()
-        hold.timer = self._loop.call_at(hold.expires, self.expire, hold) if hold.expires < math.inf else None
+        hold.timer = self._loop.call_at(hold.expires, self._time_is_over, hold)
 
-    def expire(self, hold: Hold) -> None:
-        """End a hold whose time is over, unless it is pinned."""
-        if hold.ended or hold.pins:
-            return
-        # The loop may call a little early, by its clock's resolution.
-        if self.now() < hold.expires - 1e-3:
-            return
-        self.end(hold, "expired")
+    def _time_is_over(self, hold: Hold) -> None:
+        hold.timer = None
+        if not hold.pins:
+            self.end(hold, "expired")
 
     def end(self, hold: Hold, how: HoldEnd) -> None:
         """Lend it to nobody any more. Idempotent."""

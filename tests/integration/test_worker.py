@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -111,10 +112,21 @@ async def http(port: int, path: str) -> str:
     return answer.split(" ")[1] + " " + answer.rpartition("\r\n")[2].strip()
 
 
-async def test_a_worker_holds_for_others(server: EmbeddedServer, start: Start) -> None:
+@pytest.fixture
+def heard() -> Iterator[socket.socket]:
+    """A socket as systemd's, in the abstract namespace."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
+        listening.bind(f"\0kvstream-test-{os.getpid()}")
+        listening.settimeout(5)
+        yield listening
+
+
+async def test_a_worker_holds_for_others(server: EmbeddedServer, start: Start, heard: socket.socket) -> None:
     """Exact bytes through another process, twice at the same time; a typed miss for what had to go; exit 0 at once."""
-    process = start("--name", "cache-0", "--blocks", "12", "--health", "0", "--nats", server.url)
+    systemd = heard.getsockname().decode().replace("\0", "@")
+    process = start("--name", "cache-0", "--blocks", "12", "--health", "0", "--nats", server.url, NOTIFY_SOCKET=systemd)
     told = await ready(process)
+    assert heard.recv(100) == b"READY=1"
     assert (told["name"], told["roles"], told["pid"]) == ("cache-0", ["cache"], process.pid)
     assert await http(told["health"], "/readyz") == "200 ready"
     assert await http(told["health"], "/livez") == "200 alive"
@@ -144,6 +156,7 @@ async def test_a_worker_holds_for_others(server: EmbeddedServer, start: Start) -
         began = time.monotonic()
         assert await end(process, signal.SIGTERM) == (0, "")
         assert time.monotonic() - began < 5
+        assert heard.recv(100) == b"STOPPING=1"
         with pytest.raises(KVStreamError):
             await first.fetch("b", blocks=theirs, source="cache-0", deadline=2.0)
 
@@ -263,6 +276,31 @@ class Asks:
 
 def _engines(tmp_path: Path) -> None:
     (tmp_path / "engines.py").write_text(textwrap.dedent(ENGINES))
+
+
+async def test_of_two_that_race_for_a_name_one_wins(server: EmbeddedServer, start: Start) -> None:
+    both = [start("--name", "a", "--blocks", "4", "--nats", server.url) for _ in range(2)]
+    waits = [asyncio.create_task(asyncio.to_thread(process.wait, SECONDS)) for process in both]
+    (ended, *_), _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    assert ended.result() == 3
+    (winner,) = (process for process in both if process.poll() is None)
+    await ready(winner)
+    assert await end(winner, signal.SIGTERM) == (0, "")
+    await asyncio.wait(waits)
+
+
+async def test_a_worker_stays_while_the_broker_is_away(server: EmbeddedServer, start: Start) -> None:
+    process = start("--name", "a", "--blocks", "4", "--nats", server.url, "--health", "0")
+    told = await ready(process)
+    await server.kill()
+    async with asyncio.timeout(10):
+        while await http(told["health"], "/readyz") != "200 ready, though the broker can't be reached":
+            await asyncio.sleep(0.05)
+    await server.start()
+    async with asyncio.timeout(20):
+        while await http(told["health"], "/readyz") != "200 ready":
+            await asyncio.sleep(0.05)
+    assert (await end(process, signal.SIGTERM))[0] == 0
 
 
 async def test_an_engine_drains_within_its_budget(server: EmbeddedServer, start: Start, tmp_path: Path) -> None:

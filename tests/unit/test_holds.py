@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from kvstream import (
@@ -620,6 +622,51 @@ async def test_waiting_for_a_release_can_be_cancelled(cluster: Cluster) -> None:
     assert not hold.ended
     hold.release()
     await hold.released()
+
+
+async def test_counts_are_exact_after_ten_thousand_random_operations(cluster: Cluster) -> None:
+    holder = await cluster.worker("cache-0", blocks=16)
+    holds, rng = holder._streams.holds, random.Random(3)
+    live: dict[str, Hold] = {}
+    reading: list[Hold] = []
+    over: list[Hold] = []
+    made = 0
+    for number in range(10_000):
+        hold = rng.choice(list(live.values())) if live else None
+        match rng.randrange(10):
+            case 0 | 1 if len(live) < 30:
+                name = f"r{number}"
+                blocks = rng.sample(range(16), rng.randint(1, 4))
+                live[name] = holder.hold(name, blocks=blocks, tokens=len(blocks) * 4, on_release=over.append)
+                made += 1
+            case 2 if hold is not None and hold.pins < 2:
+                hold.pin()
+            case 3 | 8 | 9 if hold is not None and hold.pins:
+                hold.unpin()
+            case 4 if hold is not None:
+                if hold.pins:
+                    with pytest.raises(ConfigError, match=f"pinned by {hold.pins}"):
+                        hold.release()
+                else:
+                    hold.release()
+                    del live[hold.stream]
+                    with pytest.raises(ConfigError, match="released already"):
+                        hold.release()
+            case 5 if hold is not None:
+                hold.reads += 1
+                reading.append(hold)
+            case 6 | 7 if reading:
+                holds.read(reading.pop(rng.randrange(len(reading))), sent=True)
+            case _:
+                pass
+        kept = [*live.values(), *(dict.fromkeys(hold for hold in reading if hold.ended))]
+        assert len(over) == made - len(kept)
+        counts = np.zeros(16, int)
+        for hold in kept:
+            counts[hold.ids] += 1
+        assert (holds._held == counts).all()
+    assert made > 1000
+    assert len(holder.stats().holds) == len(kept)
 
 
 # ---------------------------------------------------------------------- send(hold=), push

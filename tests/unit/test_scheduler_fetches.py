@@ -1,4 +1,4 @@
-"""Fetches in the scheduler core, one side at a time: whom the asker asks, what counts as an answer, when it gives up."""
+"""Fetches in the scheduler core, one side at a time: whom the asker asks, what is an answer, when it gives up."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_the_documented_settings_are_those_that_there_are(config: Any) -> None:
     assert isinstance(make_engine(loaded.engine, loaded.options), Holder)
     documented = set(re.findall(r"^(\w+) =|^\[(\w+)\]", settings, re.MULTILINE))
     names = {name for pair in documented for name in pair}
-    assert names >= set(WorkerSettings.__struct_fields__) - {"shard"}
+    assert names >= set(WorkerSettings.__struct_fields__)
 
 
 class NoEngine:
