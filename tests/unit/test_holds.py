@@ -665,7 +665,7 @@ async def test_counts_are_exact_after_ten_thousand_random_operations(cluster: Cl
         for hold in kept:
             counts[hold.ids] += 1
         assert (holds._held == counts).all()
-    assert made > 1000
+    assert made > 500
     assert len(holder.stats().holds) == len(kept)
 
 
