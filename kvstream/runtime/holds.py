@@ -502,3 +502,5 @@ class Holds:
             _, left = await asyncio.wait(list(self._tasks), timeout=wait)
             for task in left:
                 task.cancel()
+            if left:
+                await asyncio.wait(left)

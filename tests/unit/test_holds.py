@@ -479,7 +479,9 @@ async def test_the_asker_goes_away_while_it_is_served(cluster: Cluster) -> None:
 async def test_the_holder_says_so_when_it_can_not_reach_the_asker(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holder, asker = await pair(cluster)
+    """At once: no beat is needed to carry its word."""
+    holder = await cluster.worker("cache-0", config=RuntimeConfig(beat_interval=10.0, stall_timeout=30.0))
+    asker = await cluster.worker("decode-0", config=RuntimeConfig(beat_interval=10.0, stall_timeout=30.0))
     hold = holder.hold("r", blocks=HELD, tokens=TOKENS)
 
     async def unreachable(*_: object) -> None:
@@ -491,6 +493,21 @@ async def test_the_holder_says_so_when_it_can_not_reach_the_asker(
             await asker.fetch("r", blocks=ASKED, source="cache-0")
     assert hold.reads == 0
     assert idle(holder, asker)
+
+
+async def test_the_number_of_fetches_that_are_served_is_bounded(cluster: Cluster) -> None:
+    holder = await cluster.worker("cache-0", config=RuntimeConfig(max_streams=2))
+    asker = await cluster.worker("decode-0")
+    holder.hold("r", blocks=HELD, tokens=TOKENS)
+    holds = holder._streams.holds
+    others = [asyncio.ensure_future(asyncio.Event().wait()) for _ in range(2)]
+    holds._tasks.update((task, None) for task in others)  # type: ignore[misc]
+    with pytest.raises(Refused, match="2 fetches are being served already"):
+        await asker.fetch("r", blocks=ASKED, source="cache-0")
+    holds._tasks.clear()
+    for task in others:
+        task.cancel()
+    await asker.fetch("r", blocks=ASKED, source="cache-0")
 
 
 async def test_a_fetch_that_a_closing_worker_gets_is_refused(cluster: Cluster) -> None:

@@ -112,6 +112,8 @@ def test_layouts_from_files_and_inline(config: Any) -> None:
     assert read_layout(load_settings(None, {}, {**NEEDED, "layout": config(lines, "l.toml")})) == expected
     json = str(LAYOUT).replace("'", '"')
     assert read_layout(load_settings(None, {}, {**NEEDED, "layout": config(json, "l.json")})) == expected
+    beside = load_settings(config(FILE.replace("file.toml", "l.toml")), {}, {})
+    assert read_layout(beside) == expected, "a file names others by where it is itself"
     inline = load_settings(config(f"[layout]\n{lines}"), {}, {"name": "a", "blocks": 1})
     assert read_layout(inline) == expected
 

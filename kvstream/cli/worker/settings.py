@@ -84,6 +84,8 @@ def load_settings(config: str | None, environ: Mapping[str, str], flags: Mapping
             part = found.get(name)
             if isinstance(part, dict):
                 _check_names(where, cast("dict[str, object]", part), kind, f"{name}.")
+        if isinstance(layout := found.get("layout"), str):
+            found["layout"] = str(Path(path).parent / layout)
         # Each source by itself, so that an error names the one at fault; what it lacks others may give.
         _convert({"name": "x", "blocks": 1, "layout": "x", **found}, where, strict=True)
     given = _from_environment(environ, found)
