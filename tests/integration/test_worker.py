@@ -278,6 +278,21 @@ def _engines(tmp_path: Path) -> None:
     (tmp_path / "engines.py").write_text(textwrap.dedent(ENGINES))
 
 
+async def test_a_worker_that_leaves_a_stream_unfinished_says_so(server: EmbeddedServer, start: Start) -> None:
+    process = start("--name", "cache-0", "--blocks", "4", "--nats", server.url, "--drain", "0.1")
+    await ready(process)
+    async with Runtime("prefill-0", pool=pool(), nats=server.url) as source:
+        async with source.send("a", blocks=[0], tokens=16, to="cache-0") as tx:
+            async with asyncio.timeout(10):
+                while not tx.peer:
+                    await asyncio.sleep(0.001)
+            code, err = await end(process, signal.SIGTERM)
+            with pytest.raises(KVStreamError):
+                await tx._report()
+    assert code == 5
+    assert "left with work unfinished" in err
+
+
 async def test_of_two_that_race_for_a_name_one_wins(server: EmbeddedServer, start: Start) -> None:
     both = [start("--name", "a", "--blocks", "4", "--nats", server.url) for _ in range(2)]
     waits = [asyncio.create_task(asyncio.to_thread(process.wait, SECONDS)) for process in both]
