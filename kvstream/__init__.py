@@ -16,6 +16,7 @@ from kvstream.errors import (
     Fenced,
     KVStreamError,
     LayoutMismatch,
+    Missed,
     PeerLost,
     ProtocolError,
     Refused,
@@ -24,7 +25,9 @@ from kvstream.errors import (
 )
 from kvstream.layout import KVLayout, Shard
 from kvstream.memory import KVPool
-from kvstream.runtime.reports import RuntimeStats, StreamReport
+from kvstream.runtime.fetches import FetchStream
+from kvstream.runtime.holds import Hold
+from kvstream.runtime.reports import HoldState, RuntimeStats, StreamReport
 from kvstream.runtime.routing import Candidate, LeastLoaded, RouteRequest, RoutingPolicy
 from kvstream.runtime.runtime import Runtime
 from kvstream.runtime.sessions import Offer, ReceiveStream, SendStream
@@ -39,11 +42,15 @@ __all__ = [
     "DeadlineExceeded",
     "DrainReport",
     "Fenced",
+    "FetchStream",
+    "Hold",
+    "HoldState",
     "KVLayout",
     "KVPool",
     "KVStreamError",
     "LayoutMismatch",
     "LeastLoaded",
+    "Missed",
     "Offer",
     "PeerLost",
     "ProtocolError",

@@ -95,6 +95,10 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     classes have offers waiting, each may fill its share only."""
     max_pending_tokens: int = 1 << 24
     """The same, in tokens of all offers that wait. A single offer may be larger."""
+    max_holds: int = 65536
+    """Streams that are held for others at a time; beyond it `hold` raises Refused."""
+    hold_ttl: float = 60.0
+    """How long a stream is held for which no time was named."""
     offer_wait: float = 10.0
     """How long an offer waits for an answer before it is refused."""
     reservation_timeout: float = 60.0

@@ -17,6 +17,7 @@ __all__ = [
     "Fenced",
     "KVStreamError",
     "LayoutMismatch",
+    "Missed",
     "PeerLost",
     "ProtocolError",
     "Recalled",
@@ -87,6 +88,13 @@ class Refused(KVStreamError):
         self.retry_after = retry_after
 
 
+class Missed(KVStreamError):
+    """The worker does not hold the KV that was asked for: never did, or has let go of it, or holds fewer tokens; the
+    message says which. Another holder may have it; else it has to be computed again."""
+
+    code = "missed"
+
+
 class Cancelled(KVStreamError):
     """The stream was cancelled, by this side or by the other. (Not asyncio's CancelledError.)"""
 
@@ -133,6 +141,7 @@ _BY_CODE: dict[str, type[KVStreamError]] = {
     for kind in (
         LayoutMismatch,
         PeerLost,
+        Missed,
         Cancelled,
         DeadlineExceeded,
         Corrupted,

@@ -29,12 +29,14 @@ __all__ = [
     "MAX_SHARE",
     "MAX_STREAM_ID",
     "MIN_VERSION",
+    "TOKEN_BYTES",
     "VERSION",
     "Accept",
     "Beat",
     "Challenge",
     "Confirm",
     "End",
+    "Fetch",
     "Frame",
     "Hello",
     "Offer",
@@ -51,8 +53,8 @@ __all__ = [
     "proof",
 ]
 
-VERSION = 1
-"""The newest protocol version this code speaks. It also speaks the one before, where there is one."""
+VERSION = 2
+"""The newest protocol version this code speaks. It also speaks the one before, where there is one. 2: Fetch."""
 MIN_VERSION = max(1, VERSION - 1)
 
 MAX_MESSAGE = 8192
@@ -72,6 +74,8 @@ MAX_SHARE = 64
 """Longest name of a share class, in characters."""
 MAX_SECONDS = 1e9
 """Longest time that a frame can name."""
+TOKEN_BYTES = 16
+"""Size of the token that ties the offer of a holder to the fetch that it answers."""
 
 U32 = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 U63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -80,6 +84,7 @@ StreamId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STREAM_ID)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Short = Annotated[str, msgspec.Meta(max_length=64)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=4096)]
+Token = Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_SECONDS)]
 
 
@@ -140,7 +145,7 @@ class Reject(_Frame, tag=4, frozen=True):
 
 class Offer(_Frame, tag=5, frozen=True):
     """Source: take this stream. `deadline` is what is left of it, in seconds, at the time of sending; `share` the class
-    that its work is counted to."""
+    that its work is counted to; `fetch` the token of the Fetch that it answers, empty where nobody asked for it."""
 
     num: U32
     epoch: U32
@@ -150,6 +155,7 @@ class Offer(_Frame, tag=5, frozen=True):
     priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     metadata: Blob = b""
     share: Short = ""
+    fetch: Token = b""
 
 
 class Accept(_Frame, tag=6, frozen=True):
@@ -161,7 +167,8 @@ class Accept(_Frame, tag=6, frozen=True):
 
 
 class Refuse(_Frame, tag=7, frozen=True):
-    """Destination: no, with an error code; `retry_after` in seconds where later may be better."""
+    """Destination: no, with an error code; `retry_after` in seconds where later may be better. Also the answer to a
+    Fetch, by a holder that won't serve it (epoch 0)."""
 
     num: U32
     epoch: U32
@@ -218,7 +225,24 @@ class Beat(_Frame, tag=11, frozen=True):
     reply: bool = False
 
 
-Frame = Challenge | Hello | Welcome | Reject | Offer | Accept | Refuse | Ready | Confirm | End | Beat
+class Fetch(_Frame, tag=12, frozen=True):
+    """Who wants what the peer holds of a stream, on the connection that it has dialed for that (version 2 on).
+
+    The holder answers by an Offer of that stream, on a connection of its own, that repeats `token`; or by a Refuse of
+    `num`, which is a number among those of the offers on this connection. `tokens`: how many, from the first on; 0: as
+    many as are held. `deadline` is what is left, in seconds, at the time of sending.
+    """
+
+    num: U32
+    stream: StreamId
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+    tokens: U32 = 0
+    deadline: Seconds | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    share: Short = ""
+
+
+Frame = Challenge | Hello | Welcome | Reject | Offer | Accept | Refuse | Ready | Confirm | End | Beat | Fetch
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[tuple[int, list[Frame]]] = msgspec.msgpack.Decoder(tuple[U63, list[Frame]])

@@ -21,6 +21,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "demo": "prefill in one process, decode in others, KV cache streamed between",
     "server": "run a NATS server for this user's workers",
+    "worker": "run a worker: one that holds KV for others, or an engine of yours",
     "workers": "list the workers that are registered",
     "streams": "list the live streams, as both sides have them",
     "events": "follow what happens in the cluster",
@@ -111,6 +112,10 @@ def _load(name: str) -> _Command:
         from kvstream.cli import sim
 
         return sim
+    if name == "worker":
+        from kvstream.cli import worker
+
+        return worker
     if name == "workers":
         from kvstream.cli import workers
 

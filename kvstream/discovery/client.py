@@ -180,7 +180,9 @@ class ControlClient:
     async def cancel(self, stream: str) -> int:
         """End a stream as cancelled, at its source, or where no source is known at its destination; how many ends of it
         were cancelled so."""
-        records = await self._records(stream)
+        records = [record for record in await self._records(stream) if record.role != "holder"]
+        if not records:
+            raise UnknownStream("stream", f"{stream!r} is held, and not on its way: there is nothing to cancel")
         sources = [record for record in records if record.role == "source"]
         cancelled = 0
         for record in sources or records:

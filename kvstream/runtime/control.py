@@ -27,6 +27,7 @@ from kvstream.discovery.control import (
     NoArguments,
     OperationType,
     PeerStats,
+    PushReply,
     StateReply,
     StreamRecord,
     StreamsReply,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from kvstream.runtime.events import Events
     from kvstream.runtime.runtime import Runtime
 
-__all__ = ["Control"]
+__all__ = ["Control", "holders"]
 
 _LISTED = 1000
 """Streams that one answer lists: it has to fit into a message."""
@@ -187,7 +188,26 @@ class Control:
             )
             for state in found[:_LISTED]
         ]
-        return StreamsReply(worker=runtime.worker, streams=tuple(records), total=len(found))
+        held = [
+            hold
+            for hold in runtime.stats().holds
+            if not hold.leaving and (request.stream is None or hold.stream == request.stream)
+        ]
+        records += [
+            StreamRecord(
+                worker=runtime.worker,
+                stream=hold.stream,
+                role="holder",
+                peer="",
+                epoch=0,
+                state="held",
+                waited=0.0,
+                layers=runtime.pool.layout.layers,
+                layers_done=runtime.pool.layout.layers,
+            )
+            for hold in held[: _LISTED - len(records)]
+        ]
+        return StreamsReply(worker=runtime.worker, streams=tuple(records), total=len(found) + len(held))
 
     async def _drain(self, request: ToBudget) -> DrainReport:
         return await self._runtime.drain(request.budget)
@@ -202,9 +222,28 @@ class Control:
     async def _reroute(self, request: ToReroute) -> NoReturn:
         raise ConfigError("operation", f"{self._runtime.worker} can't reroute {request.stream!r}: not in this version")
 
-    async def _fetch(self, request: ToPush) -> NoReturn:
-        raise ConfigError("operation", f"{self._runtime.worker} holds nothing to push to {request.to}")
+    async def _fetch(self, request: ToPush) -> PushReply:
+        report = await self._runtime.push(request.stream, request.to)
+        return PushReply(stream=report.stream, peer=report.peer, bytes=report.bytes, lane=report.lane)
 
     async def _log_level(self, request: ToLevel) -> LevelReply:
         logging.getLogger("kvstream").setLevel(request.level.upper())
         return LevelReply(level=request.level)
+
+
+async def holders(broker: Broker, stream: str, *, timeout: float, expected: int) -> list[str]:
+    """The workers that say within `timeout` seconds that they hold a stream; `expected`: how many there are to ask.
+
+    Raises BrokerUnavailable.
+    """
+    request = msgspec.json.encode(ToStreams(stream=stream))
+    answers = await broker.gather(f"{ALL}.streams", request, timeout=timeout, expected=expected)
+    found: dict[str, None] = {}
+    for answer in answers:
+        try:
+            reply = msgspec.json.decode(answer, type=StreamsReply)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue  # anybody may answer
+        if any(record.role == "holder" and record.stream == stream for record in reply.streams):
+            found[reply.worker] = None
+    return list(found)

@@ -56,6 +56,7 @@ class _Link:
     connection: Connection
     peer: str
     incarnation: str = ""
+    version: int = wire.VERSION
     up: bool = False
     closed: bool = False
     sent: int = 0
@@ -192,7 +193,14 @@ class Links:
         else:
             one, several = self._chunk_blocks(link.connection)
             self._driver.core.link_up(
-                now(), link.id, peer, outgoing=True, slots=slots, slot_blocks=one, group_blocks=several
+                now(),
+                link.id,
+                peer,
+                outgoing=True,
+                slots=slots,
+                slot_blocks=one,
+                group_blocks=several,
+                version=link.version,
             )
             self._driver.pump()
             return
@@ -275,7 +283,7 @@ class Links:
         answer = await _heard(link)
         if not isinstance(answer, wire.Welcome):
             raise ProtocolError(f"{record.id} answered the handshake with a {type(answer).__name__} frame")
-        wire.negotiate(answer.version, answer.version)
+        link.version = wire.negotiate(answer.version, answer.version)
         expected = wire.proof(record.key, "welcome", nonce, record.id, record.incarnation, mine.incarnation)
         if answer.incarnation != record.incarnation or not hmac.compare_digest(answer.proof, expected):
             raise Fenced(f"who answers at {connection.peer_address} is not the registered {record.id}")

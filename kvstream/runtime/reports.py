@@ -6,7 +6,7 @@ import msgspec
 
 from kvstream.scheduler.stats import PeerState, StreamState
 
-__all__ = ["DevicePath", "Quarantine", "RuntimeStats", "StreamReport"]
+__all__ = ["DevicePath", "HoldState", "Quarantine", "RuntimeStats", "StreamReport"]
 
 
 class StreamReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,14 +48,30 @@ class DevicePath(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
+class HoldState(msgspec.Struct, frozen=True, kw_only=True):
+    """A stream that is held here: `bytes` of KV in whole blocks, lendable for `expires_in` seconds more (while it is
+    pinned, until the last pin is gone as well). `reads` copies of it are on their way at present, `served` have been
+    sent whole. With `leaving` it is lent to nobody any more, and its blocks are free when `reads` is 0."""
+
+    stream: str
+    tokens: int
+    bytes: int
+    expires_in: float
+    pins: int
+    reads: int
+    served: int
+    leaving: bool
+
+
 class RuntimeStats(msgspec.Struct, frozen=True, kw_only=True):
     """A runtime at one moment. Counts are totals since its start, sizes bytes.
 
     `streams` are the live ones: what each waits for, and how long. `offers_waiting` and `tokens_waiting` are offers
     that nobody has answered yet, and their tokens in all. `staging_used` includes `staging_quarantined`, which
     `quarantined` breaks down by peer. `ended` counts streams by the code of their end ("done" or an error's), both
-    directions. `device_staging_used` of `device_staging_limit` bytes of a GPU are taken by connections whose bytes stay
-    on GPUs; `devices` says of each connection, where both ends have their pools on a GPU, whether it is one.
+    directions. `holds` are the streams held for others, least recently used first. `device_staging_used` of
+    `device_staging_limit` bytes of a GPU are taken by connections whose bytes stay on GPUs; `devices` says of each
+    connection, where both ends have their pools on a GPU, whether it is one.
     """
 
     streams: tuple[StreamState, ...]
@@ -71,6 +87,7 @@ class RuntimeStats(msgspec.Struct, frozen=True, kw_only=True):
     stale_frames: int
     protocol_errors: int
     ended: tuple[tuple[str, int], ...]
+    holds: tuple[HoldState, ...] = ()
     device_staging_used: int = 0
     device_staging_limit: int = 0
     devices: tuple[DevicePath, ...] = ()

@@ -182,19 +182,18 @@ def as_policy(to: object) -> RoutingPolicy | None:
     return cast("RoutingPolicy", to) if callable(getattr(to, "route", None)) else None
 
 
-def named_candidates(to: object, rank: int) -> list[str]:
+def named_candidates(to: object, rank: int, field: str = "to") -> list[str]:
     """Worker ids from names in the order given. A name without a rank means the rank that is our own."""
     names: list[object] = [to] if isinstance(to, str) else list(to) if isinstance(to, list | tuple) else []  # pyright: ignore[reportUnknownArgumentType] - checked below
     if not names:
-        raise ConfigError(
-            "to", f"must name a worker, or several, or be a routing policy, or None for the default; is {to!r}"
-        )
+        also = ", or be a routing policy, or None for the default" if field == "to" else ""
+        raise ConfigError(field, f"must name a worker, or several{also}; is {to!r}")
     ids: list[str] = []
     for worker_name in names:
-        name, its_rank = parse_worker(text("to", worker_name, 160), "to")
+        name, its_rank = parse_worker(text(field, worker_name, 160), field)
         worker = f"{name}/{rank if its_rank is None else its_rank}"
         if worker in ids:
-            raise ConfigError("to", f"{worker} is named twice")
+            raise ConfigError(field, f"{worker} is named twice")
         ids.append(worker)
     return ids
 

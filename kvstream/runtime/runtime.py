@@ -25,18 +25,20 @@ from kvstream.discovery import Changed, Joined, Left, Registry, connect_broker
 from kvstream.discovery.broker import Broker
 from kvstream.discovery.control import DrainReport
 from kvstream.discovery.records import DataAddress, Load, State, WorkerRecord, check_name
-from kvstream.errors import ConfigError, Fenced, KVStreamError, Refused, UnknownWorker
+from kvstream.errors import ConfigError, Fenced, KVStreamError, Missed, Refused, UnknownWorker
 from kvstream.layout import Shard
 from kvstream.log import get_logger
 from kvstream.memory import KVPool
 from kvstream.runtime.checks import instance, seconds, text, whole
-from kvstream.runtime.control import Control
+from kvstream.runtime.control import Control, holders
 from kvstream.runtime.devices import Devices
 from kvstream.runtime.draining import Draining
 from kvstream.runtime.events import Events
+from kvstream.runtime.fetches import FetchStream
+from kvstream.runtime.holds import Hold
 from kvstream.runtime.identity import Identity
 from kvstream.runtime.links import Links
-from kvstream.runtime.reports import RuntimeStats
+from kvstream.runtime.reports import RuntimeStats, StreamReport
 from kvstream.runtime.routing import (
     Candidate,
     Candidates,
@@ -97,6 +99,7 @@ class Runtime:
         self._nats = nats
         self._data_interface = data_interface
         self._broker = broker
+        self._broker_in_use: Broker | None = None
         self._transport = transport
         self._handler: OfferHandler | None = None
         self._closed = False
@@ -107,6 +110,8 @@ class Runtime:
         self._record: WorkerRecord | None = None
         self._draining: Draining | None = None
         self._staging = StagingBudget(self.config.staging_limit) if transport is None else transport.budget
+        self._fenced = asyncio.Event()
+        self._fenced_by: Fenced | None = None
         self._log = get_logger("runtime", worker=self._identity.worker)
 
     # ------------------------------------------------------------------ life cycle
@@ -141,6 +146,7 @@ class Runtime:
         if broker is None:
             broker = await connect_broker(self._nats, rng=self._seams.rng)
             stack.push_async_callback(broker.aclose)
+        self._broker_in_use = broker
         streams = Streams(self.pool, config, self._seams.clock, self._seams.rng.random)
         stack.callback(streams.driver.stop)
         registry = await stack.enter_async_context(
@@ -240,6 +246,8 @@ class Runtime:
     def _on_fenced(self, error: Fenced) -> None:
         """Another incarnation holds our name: nothing new may start here, and what runs must end."""
         self._log.error("fenced", why=str(error))
+        self._fenced_by = error
+        self._fenced.set()
         streams = self._streams_or_none
         if streams is not None:
             streams.core.shut(streams.driver.now(), error)
@@ -311,6 +319,13 @@ class Runtime:
         """End the live streams of this id, sent or received here, as cancelled; how many. Raises UnknownStream."""
         return self._streams.cancel_named(text("stream", stream, wire.MAX_STREAM_ID), reason)
 
+    async def until_fenced(self) -> Fenced:
+        """Wait until another incarnation has taken this worker's name, if that ever happens; the error says which. From
+        then on this runtime can only be closed."""
+        await self._fenced.wait()
+        assert self._fenced_by is not None
+        return self._fenced_by
+
     def stats(self) -> RuntimeStats:
         """The state of this moment: live streams and what they wait for, connections, offers, staging, totals."""
         streams, budget = self._streams, self._staging
@@ -334,6 +349,7 @@ class Runtime:
             device_staging_used=streams.links.devices.used,
             device_staging_limit=streams.links.devices.limit,
             devices=tuple(streams.links.device_paths()),
+            holds=tuple(streams.holds.states()),
         )
 
     def send(
@@ -349,6 +365,7 @@ class Runtime:
         metadata: Any = None,
         retry: bool = False,
         growing: bool = False,
+        hold: float | None = None,
     ) -> SendStream:
         """Offer a stream and send it layer by layer as `layer_ready` is called: `async with rt.send(...) as tx`.
 
@@ -361,6 +378,10 @@ class Runtime:
         to config.share_weights; within a class short streams and long ones take turns, and of a kind the earliest
         deadline goes first, each unit of `priority` (-1000 to 1000) counting as config.priority_step seconds. Both
         sides order alike.
+
+        With `hold` other workers can have a copy of the stream for so many seconds after its end, by `fetch` or `push`;
+        also where it broke, once all layers were ready, but not where its user cancelled it. Its blocks must stay as
+        they are until `tx.released()`.
 
         Candidates that refuse with a `retry_after` can be asked again: with `retry` those that did are, after as long a
         pause as they advise, until the deadline. Raises ConfigError at once for bad values; entering it raises
@@ -394,6 +415,7 @@ class Runtime:
             share=share,
             metadata=wire.encode_metadata(metadata),
             retry=instance("retry", retry, bool),
+            hold=0.0 if hold is None else seconds("hold", hold),
         )
 
     def receive(
@@ -419,6 +441,143 @@ class Runtime:
         wait = self.config.deadline if deadline is None else seconds("deadline", deadline)
         return ReceiveStream(streams, name, ids, tokens, first_token, wait)
 
+    def hold(
+        self,
+        stream: str,
+        *,
+        blocks: Sequence[int] | npt.NDArray[np.integer[Any]],
+        tokens: int,
+        ttl: float | None = None,
+        pinned: bool = False,
+        payload: Any = None,
+        metadata: Any = None,
+        on_release: Callable[[Hold], None] | None = None,
+    ) -> Hold:
+        """Let other workers have copies of KV that is in these blocks, as a stream of that name: by `fetch` or `push`.
+
+        For `ttl` seconds (default: config.hold_ttl), or as long as it is pinned: `pinned` begins with one pin. A copy
+        comes with `payload` and `metadata`, as those of a stream do. The blocks must stay as they are until the hold is
+        over; then `on_release(hold)` is called, on the loop, and must not raise. Raises ConfigError for bad values, a
+        stream that is held already, or blocks that a live stream writes; Refused beyond config.max_holds.
+        """
+        streams = self._streams
+        streams.check_here("hold")
+        tokens = whole("tokens", tokens, 1, wire.MAX_COUNT)
+        ids = streams.block_table(blocks, tokens, growing=False)
+        if on_release is not None and not callable(on_release):
+            raise ConfigError("on_release", f"must be a function of the hold, is {on_release!r}")
+        return streams.holds.hold(
+            text("stream", stream, wire.MAX_STREAM_ID),
+            ids,
+            tokens,
+            ttl=self.config.hold_ttl if ttl is None else seconds("ttl", ttl),
+            pinned=instance("pinned", pinned, bool),
+            payload=wire.encode_payload(payload),
+            metadata=wire.encode_metadata(metadata),
+            on_release=on_release,
+        )
+
+    def held(self, stream: str) -> Hold | None:
+        """What is held of a stream here, and not released yet."""
+        return self._streams.holds.get(stream)
+
+    @property
+    def holds(self) -> tuple[Hold, ...]:
+        """What is held here and not released yet, least recently used first."""
+        return self._streams.holds.all()
+
+    async def push(
+        self,
+        stream: str,
+        to: str | Sequence[str] | RoutingPolicy | None = None,
+        *,
+        tokens: int | None = None,
+        deadline: float | None = None,
+        priority: int = 0,
+        share_class: str = "",
+        retry: bool = False,
+    ) -> StreamReport:
+        """Send a copy of a stream that is held here, from its first token on (`tokens`: how many; default: all).
+
+        Arguments are as with `send`; the destination takes it by `receive` or its offer handler. What is held stays
+        held, and does not expire before the copy has ended. Raises Missed when the stream is not held here (any more),
+        or with fewer tokens, else as `send` and its `done`. Cancelling it cancels the copy.
+        """
+        streams = self._streams
+        streams.check_here("push")
+        name = text("stream", stream, wire.MAX_STREAM_ID)
+        count = 0 if tokens is None else whole("tokens", tokens, 1, wire.MAX_COUNT)
+        priority = whole("priority", priority, -wire.MAX_PRIORITY, wire.MAX_PRIORITY)
+        share = text("share_class", share_class, wire.MAX_SHARE) if share_class != "" else ""
+        policy = self._routing if to is None else as_policy(to)
+        candidates = named_candidates(to, self._identity.shard.rank) if policy is None else []
+
+        def request(tokens: int) -> RouteRequest:
+            return RouteRequest(
+                stream=name,
+                tokens=tokens,
+                blocks=self.pool.layout.blocks_for(tokens),
+                share_class=share,
+                priority=priority,
+                me=self.record,
+            )
+
+        return await streams.holds.push(
+            name,
+            count,
+            route=lambda tokens: self._route(request(tokens), policy or candidates),
+            deadline=self.config.deadline if deadline is None else seconds("deadline", deadline),
+            priority=priority,
+            share=share,
+            retry=instance("retry", retry, bool),
+        )
+
+    def fetch(
+        self,
+        stream: str,
+        *,
+        blocks: Sequence[int] | npt.NDArray[np.integer[Any]],
+        source: str | Sequence[str] | None = None,
+        tokens: int | None = None,
+        first_token: int = 0,
+        deadline: float | None = None,
+        priority: int = 0,
+        share_class: str = "",
+    ) -> FetchStream:
+        """Have a holder send what it holds of a stream into these blocks: `report = await rt.fetch(...)`, or
+        `async with rt.fetch(...) as rx` to use each layer as it comes, as with `receive`.
+
+        `source` names a worker, or several that are asked in order until one sends it; None asks the cluster, through
+        the broker, who holds it. `tokens`: how many, from the first on, if they are not to be as many as it holds and
+        these blocks take. Whole blocks before `first_token` are here already, and not moved. The broker is not needed
+        for workers that are named and known. Raises ConfigError at once for bad values; then Missed when the last one
+        asked does not hold the stream (any more), Refused when it can't send it now, UnknownWorker when none of them is
+        registered, and whatever ends a stream.
+        """
+        streams = self._streams
+        if tokens is None:
+            ids = self.pool.check_blocks(blocks)
+            room = len(ids) * self.pool.layout.block_tokens
+        else:
+            room = whole("tokens", tokens, 1, wire.MAX_COUNT)
+            ids = streams.block_table(blocks, room, growing=False)
+        name = text("stream", stream, wire.MAX_STREAM_ID)
+        rank = self._identity.shard.rank
+        sources = None if source is None else named_candidates(source, rank, "source")
+        return FetchStream(
+            streams,
+            name,
+            ids,
+            room,
+            whole("first_token", first_token, 0, room),
+            exact=tokens is not None,
+            find=lambda: self._holders(name) if sources is None else self._named(sources, "source"),
+            token=self._seams.token(wire.TOKEN_BYTES),
+            deadline=self.config.deadline if deadline is None else seconds("deadline", deadline),
+            priority=whole("priority", priority, -wire.MAX_PRIORITY, wire.MAX_PRIORITY),
+            share=text("share_class", share_class, wire.MAX_SHARE) if share_class != "" else "",
+        )
+
     def on_offer(self, handler: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
         """Decorator: `async def handler(offer)` is called, in a task of its own, for each stream that nobody waits for.
 
@@ -439,31 +598,64 @@ class Runtime:
 
     async def _route(self, request: RouteRequest, to: RoutingPolicy | list[str]) -> list[str]:
         """Workers to try, in order, when none was there at first: the registry's news is awaited, bounded."""
-        registry = self._registry
-        try:
-            async with asyncio.timeout(self.config.connect_timeout / 2), registry.watch() as changes:
-                async for _ in changes:
-                    found = self._choose(request, to)
-                    if found:
-                        return found
-        except TimeoutError:
-            pass
-        cut = "" if registry.connected else " (the broker can't be reached right now, so this may be out of date)"
-        there = ", ".join(record.id for record in registry.workers()[:20]) or "none"
         if isinstance(to, list):
-            raise UnknownWorker("to", f"no worker {' or '.join(to)} is registered; there are {there}{cut}")
+            return await self._named(to, "to")
+        found = await self._news_of(lambda: self._choose(request, to))
+        if found:
+            return found
         rank = self._identity.shard.rank
         raise Refused(
             f"{type(to).__name__} found no worker of rank {rank} with this layout and {request.blocks} free blocks"
-            f" among {there}{cut}",
+            f" among {self._there()}",
             retry_after=0.5,
         )
 
+    async def _named(self, workers: list[str], field: str) -> list[str]:
+        """These workers, once one of them is there. Raises UnknownWorker naming `field`."""
+        if await self._news_of(lambda: self._known(workers)):
+            return workers
+        raise UnknownWorker(field, f"no worker {' or '.join(workers)} is registered; there are {self._there()}")
+
+    async def _holders(self, stream: str) -> list[str]:
+        """Who holds a stream, by their own word, those of our rank. Raises Missed when nobody does."""
+        assert self._broker_in_use is not None
+        known = self._registry.records()
+        told = await holders(self._broker_in_use, stream, timeout=self.config.connect_timeout / 2, expected=len(known))
+        mine = str(self._identity.shard.rank)
+        found = [worker for worker in told if worker.rpartition("/")[2] == mine and worker != self.worker]
+        if not found:
+            raise Missed(f"{stream}: no worker of rank {mine} says that it holds it; asked {len(known)}")
+        return found
+
+    def _known(self, workers: list[str]) -> list[str]:
+        """These workers, if at least one of them is registered."""
+        return workers if any(self._registry.lookup(worker) is not None for worker in workers) else []
+
+    async def _news_of(self, look: Callable[[], list[str]]) -> list[str]:
+        """What `look` finds, now or with the registry's next news, awaited for a bounded time."""
+        found = look()
+        if found:
+            return found
+        try:
+            async with asyncio.timeout(self.config.connect_timeout / 2), self._registry.watch() as changes:
+                async for _ in changes:
+                    found = look()
+                    if found:
+                        break
+        except TimeoutError:
+            pass
+        return found
+
+    def _there(self) -> str:
+        """The workers that there are, for an error's text."""
+        registry = self._registry
+        cut = "" if registry.connected else " (the broker can't be reached right now, so this may be out of date)"
+        return (", ".join(record.id for record in registry.workers()[:20]) or "none") + cut
+
     def _choose(self, request: RouteRequest, to: RoutingPolicy | list[str]) -> list[str]:
         """Workers to try, in order, as far as they are known now."""
-        registry = self._registry
         if isinstance(to, list):
-            return to if any(registry.lookup(worker) is not None for worker in to) else []
+            return self._known(to)
         answer: object = to.route(request, self._candidates(), self._seams.rng.random)
         return chosen(to, answer, self._identity.shard.rank)
 

@@ -25,6 +25,7 @@ from kvstream.runtime.reports import StreamReport
 from kvstream.scheduler.commands import Accepted, Ended, Offered
 
 if TYPE_CHECKING:
+    from kvstream.runtime.holds import Hold
     from kvstream.runtime.streams import Streams
     from kvstream.transport.base import Connection
 
@@ -107,6 +108,10 @@ class _Stream:
             raise ConfigError("stream", f"{self._name!r} was entered before; each stream is used once")
         self._entered = True
 
+    async def until_ended(self) -> None:
+        """Wait for the end, whatever it is."""
+        await self._ended.wait()
+
     async def _report(self) -> StreamReport:
         await self._ended.wait()
         end = self._end
@@ -148,8 +153,14 @@ class _Stream:
 class SendStream(_Stream):
     """The source's end of a stream. Use it as an async context manager: leaving it before `done` cancels the stream.
 
-    The blocks may be reused as soon as the stream has ended, however it ended: nothing reads them afterwards.
+    The blocks may be reused as soon as the stream has ended, however it ended: nothing reads them afterwards. With
+    `hold=` they stay as they are for longer, so that the stream can be sent again: see `released`.
     """
+
+    copy = False
+    """Whether it is a copy of what is held."""
+    fetch = b""
+    """The token of the fetch that it answers."""
 
     def __init__(
         self,
@@ -165,9 +176,14 @@ class SendStream(_Stream):
         share: str,
         metadata: bytes,
         retry: bool,
+        hold: float = 0.0,
     ) -> None:
         super().__init__(streams, name, ids, tokens)
         self._choose = choose
+        self._hold_ttl = hold
+        self._hold: Hold | None = None
+        self._released = False
+        self._payload = b""
         self._route = route
         self._deadline = deadline
         self._priority = priority
@@ -271,13 +287,61 @@ class SendStream(_Stream):
         does.
         """
         self._check_open("done")
-        data = wire.encode_payload(payload)
+        return await self.done_encoded(wire.encode_payload(payload))
+
+    async def done_encoded(self, data: bytes) -> StreamReport:
+        """`done` with a payload that is encoded already."""
+        self._payload = data
+        if self._hold is not None:
+            self._hold.payload = data
         self._drain()
         while self._awaited is not None and not self.ended:
             self._passed.clear()
             await self._passed.wait()
         self._streams.finish(self.key, data)
         return await self._report()
+
+    def cancel(self, reason: str = "cancelled by its user") -> None:
+        """As of every stream; and what its user gives up is not held."""
+        self._check_open("cancel")
+        if not self.ended:
+            self._hold_ttl = 0.0
+        super().cancel(reason)
+
+    @property
+    def held(self) -> bool:
+        """Whether other workers can have a copy of it from here."""
+        return self._hold is not None and not self._hold.ended
+
+    def release(self) -> None:
+        """Do not hold the stream, or not any longer. Raises ConfigError when it has been called before."""
+        self._check_open("release")
+        if self._released:
+            raise ConfigError("hold", f"{self._name!r} has been released already; release it once")
+        self._released = True
+        self._hold_ttl = 0.0
+        if self._hold is not None:
+            self._hold.release()
+
+    async def released(self) -> None:
+        """Wait until the blocks are the user's again: until the stream has ended, the time of its hold is over or
+        `release` was called, and the last copy on its way has ended. How the stream ended is not told here."""
+        self._check_open("released")
+        await self._ended.wait()
+        if self._hold is not None:
+            await self._hold.released()
+
+    def keep(self, command: Ended) -> None:
+        """For Streams: hold the stream that ends now, if that was asked for, and all of it is there."""
+        if self._hold_ttl and command.ready:
+            self._hold = self._streams.holds.replace(
+                self._name,
+                self.ids,
+                self._tokens,
+                ttl=self._hold_ttl,
+                payload=self._payload,
+                metadata=self._metadata,
+            )
 
     def _drain(self) -> None:
         """Hand the marks of the engine's thread to the core. On the loop."""

@@ -22,10 +22,22 @@ from kvstream.log import get_logger
 from kvstream.memory import KVPool
 from kvstream.runtime.checks import whole
 from kvstream.runtime.copies import Copies
+from kvstream.runtime.holds import Holds
 from kvstream.runtime.links import Links
 from kvstream.runtime.peers import Peers
 from kvstream.runtime.sessions import BlockIds, Offer, ReceiveStream, SendStream
-from kvstream.scheduler.commands import Accepted, Arrived, Declined, Ended, Move, Offered, Stage, Stalled, Withdrawn
+from kvstream.scheduler.commands import (
+    Accepted,
+    Arrived,
+    Declined,
+    Ended,
+    Fetched,
+    Move,
+    Offered,
+    Stage,
+    Stalled,
+    Withdrawn,
+)
 from kvstream.scheduler.core import Scheduler
 from kvstream.scheduler.driver import Driver
 from kvstream.transport.base import Connection, Slab
@@ -77,6 +89,7 @@ class Streams:
         self._pumped = asyncio.Event()
         self.observer: Observer | None = None
         self._copies = Copies(self)
+        self.holds = Holds(self)
 
     # ------------------------------------------------------------------ the users' calls
 
@@ -135,6 +148,8 @@ class Streams:
             share=share,
             metadata=metadata,
             retry=retry,
+            copy=session.copy,
+            fetch=session.fetch,
         )
         self._sessions[session.key] = session
         # Not at once: a send wakes the peer, which may cost this thread its core.
@@ -149,6 +164,38 @@ class Streams:
         except KVStreamError:
             self._unclaim(session)
             self.driver.pump()
+            raise
+        self._sessions[session.key] = session
+        self.driver.pump()
+
+    def open_fetch(
+        self,
+        session: ReceiveStream,
+        first_token: int,
+        sources: Sequence[str],
+        *,
+        exact: bool,
+        token: bytes,
+        deadline: float,
+        priority: int,
+        share: str,
+    ) -> None:
+        self._claim(session, first_token)
+        try:
+            session.key = self.core.fetch(
+                self.driver.now(),
+                session.stream,
+                tokens=session.tokens,
+                exact=exact,
+                sources=sources,
+                token=token,
+                deadline=deadline,
+                first_token=first_token,
+                priority=priority,
+                share=share,
+            )
+        except KVStreamError:
+            self._unclaim(session)
             raise
         self._sessions[session.key] = session
         self.driver.pump()
@@ -274,6 +321,7 @@ class Streams:
             _, left = await asyncio.wait(tasks, timeout=wait)
             for task in left:
                 self._log.warning("an on_offer handler does not end, although it was cancelled", task=task.get_name())
+        await self.holds.close(wait)
         try:
             async with asyncio.timeout(wait):
                 while not self.core.idle or not self._copies.idle:
@@ -306,9 +354,11 @@ class Streams:
     def move(self, command: Move) -> None:
         self._copies.move(command)
 
-    def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended | Stalled | Declined) -> None:
+    def notify(self, command: Offered | Withdrawn | Fetched | Accepted | Arrived | Ended | Stalled | Declined) -> None:
         if isinstance(command, Offered):
             self._offered(command)
+        elif isinstance(command, Fetched):
+            self.holds.serve(command)
         elif isinstance(command, Stalled):
             self._stalled(command)
         elif isinstance(command, Declined):
@@ -350,6 +400,7 @@ class Streams:
             session.lent.clear()
             for connection, slot in session.publishing:
                 connection.withdraw(slot)
+            session.keep(command)
         session.on_ended(command)
         if self.observer is not None:
             self.observer.ended(session, command)
@@ -413,8 +464,21 @@ class Streams:
         taken = self._written[ids]
         if taken.any():
             raise ConfigError("blocks", f"block {ids[taken][0]} is being written by another stream that is still live")
+        held = self.holds.held_block(ids)
+        if held is not None:
+            raise ConfigError("blocks", f"block {held[0]} is held for stream {held[1]!r} until that hold is over")
         self._written[ids] = True
         session.claimed = ids
+
+    def arriving(self, stream: str) -> ReceiveStream | None:
+        """The stream of that name that is on its way here, if there is one and its source has been found."""
+        session = self._sessions.get(self.core.arriving(stream))
+        return session if isinstance(session, ReceiveStream) else None
+
+    def written(self, ids: BlockIds) -> int | None:
+        """The first of these blocks that a live inbound stream writes; None when there is none."""
+        taken = np.flatnonzero(self._written[ids])
+        return int(ids[taken[0]]) if taken.size else None
 
     def _unclaim(self, session: ReceiveStream) -> None:
         self._written[session.claimed] = False

@@ -16,6 +16,7 @@ __all__ = [
     "Dial",
     "Drop",
     "Ended",
+    "Fetched",
     "Move",
     "Offered",
     "Stage",
@@ -113,13 +114,30 @@ class Withdrawn:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetched:
+    """Holder: `peer` asks for what is held of a stream, `tokens` of it (0: all). Answer by `send` with this `token` to
+    that peer, or by `refuse_fetch`. `deadline` is what is left, in seconds."""
+
+    link: int
+    num: int
+    peer: str
+    stream: str
+    token: bytes
+    tokens: int
+    deadline: float | None
+    priority: int
+    share: str
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
-    """A stream has been agreed on. Source: `peer` took it. Destination: `peer` sends it."""
+    """A stream has been agreed on. Source: `peer` took it. Destination: `peer` sends it, so many `tokens`."""
 
     stream: int
     peer: str
     link: int
     epoch: int
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +159,7 @@ class Arrived:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A stream's one terminal state on this side. `error` None means done; `provisional` that the destination has
-    everything but did not hear the source's last word."""
+    everything but did not hear the source's last word; `ready` (source) that every layer had been reported ready."""
 
     stream: int
     error: KVStreamError | None
@@ -149,6 +167,7 @@ class Ended:
     epoch: int
     peer: str | None
     provisional: bool
+    ready: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,4 +183,18 @@ class Stalled:
     example: str
 
 
-Command = Dial | Transmit | Drop | Stage | Move | Offered | Withdrawn | Accepted | Arrived | Ended | Stalled | Declined
+Command = (
+    Dial
+    | Transmit
+    | Drop
+    | Stage
+    | Move
+    | Offered
+    | Withdrawn
+    | Fetched
+    | Accepted
+    | Arrived
+    | Ended
+    | Stalled
+    | Declined
+)

@@ -19,10 +19,11 @@ from collections.abc import Callable, Sequence
 from kvstream import wire
 from kvstream.config import RuntimeConfig
 from kvstream.errors import Cancelled, Fenced, KVStreamError, PeerLost, ProtocolError, Refused
-from kvstream.scheduler.commands import Command, Move, Stage, Stalled
+from kvstream.scheduler.commands import Command, Fetched, Move, Stage, Stalled
 from kvstream.scheduler.destination import Destination
+from kvstream.scheduler.fetches import Fetches
 from kvstream.scheduler.links import Link
-from kvstream.scheduler.shared import Counters, Shared
+from kvstream.scheduler.shared import Counters, Shared, text_of
 from kvstream.scheduler.source import Source
 from kvstream.scheduler.stats import PeerState, StreamState
 from kvstream.scheduler.timers import Timer
@@ -50,6 +51,7 @@ class Scheduler:
         self._shared = Shared(config, layers, block_tokens, block_bytes, jitter)
         self._source = Source(self._shared)
         self._destination = Destination(self._shared)
+        self._fetches = Fetches(self._shared, self._source, self._destination)
         self._patience = math.ceil(config.stall_timeout / config.beat_interval)
 
     # ------------------------------------------------------------------ output
@@ -134,10 +136,13 @@ class Scheduler:
         share: str = "",
         metadata: bytes = b"",
         retry: bool = False,
+        copy: bool = False,
+        fetch: bytes = b"",
     ) -> int:
         """A new stream to the first of `candidates` that takes it. `held` block ids are known so far; `share` is the
         class whose share of the work it uses. With `retry` those that refuse for now are asked again, as long as the
-        deadline allows it. Returns a key.
+        deadline allows it. A `copy` of what is held here may go out under a name that is being sent already, `fetch` is
+        the token of the Fetch that it answers. Returns a key.
 
         Raises ConfigError, Refused when there are too many streams, Cancelled after `shut`.
         """
@@ -152,7 +157,18 @@ class Scheduler:
             share=share,
             metadata=metadata,
             retry=retry,
+            copy=copy,
+            fetch=fetch,
         )
+
+    def refuse_fetch(self, link_id: int, num: int, error: KVStreamError) -> None:
+        """Say no to a Fetched; nothing happens when its link is gone."""
+        link = self._shared.links.get(link_id)
+        if link is not None:
+            retry_after = error.retry_after if isinstance(error, Refused) else None
+            if retry_after is not None:
+                retry_after = min(max(0.0, retry_after), wire.MAX_SECONDS)
+            self._shared.transmit(link, wire.Refuse(num, 0, error.code, text_of(error), retry_after))
 
     def layer_ready(self, now: float, key: int, layer: int, start: int, stop: int) -> None:
         """Tokens [start, stop) of a layer are in the source's memory. ConfigError when that can't be."""
@@ -202,6 +218,39 @@ class Scheduler:
         """Wait for a stream of that name. Returns its key. Raises as `send` does."""
         return self._destination.receive(now, name, tokens=tokens, deadline=deadline, first_token=first_token)
 
+    def fetch(
+        self,
+        now: float,
+        name: str,
+        *,
+        tokens: int,
+        exact: bool,
+        sources: Sequence[str],
+        token: bytes,
+        deadline: float,
+        first_token: int = 0,
+        priority: int = 0,
+        share: str = "",
+    ) -> int:
+        """Ask `sources`, one after the other, for a stream that they hold: exactly so many tokens, or up to so many.
+        `token` is what no peer can guess. Returns the key of the stream. Raises as `receive` does."""
+        return self._fetches.fetch(
+            now,
+            name,
+            tokens=tokens,
+            exact=exact,
+            sources=sources,
+            token=token,
+            deadline=deadline,
+            first_token=first_token,
+            priority=priority,
+            share=share,
+        )
+
+    def arriving(self, name: str) -> int:
+        """The key of the stream of that name that is being received from a source; 0 when there is none."""
+        return self._destination.arriving(name)
+
     def accept(self, now: float, offer_id: int, *, first_token: int = 0) -> int:
         """Take an offer handed out by Offered. Returns the stream's key. Raises Refused when it is gone."""
         return self._destination.accept(now, offer_id, first_token)
@@ -230,19 +279,22 @@ class Scheduler:
         slots: int,
         slot_blocks: int,
         group_blocks: int = 0,
+        version: int = wire.VERSION,
     ) -> None:
         """A connection is established. `slot_blocks`: how many blocks of one layer fit into a slot; `group_blocks`: up
-        to how many blocks in all layers that are ready together share a chunk."""
+        to how many blocks in all layers that are ready together share a chunk; `version`: of the protocol."""
         stream_slots = math.ceil(slots * self._config.stream_share)
-        link = Link(link_id, peer, outgoing, slots, slot_blocks, group_blocks, stream_slots)
+        link = Link(link_id, peer, outgoing, slots, slot_blocks, group_blocks, stream_slots, version)
         self._shared.links[link_id] = link
         if outgoing:
             self._shared.timers.arm(now + self._config.idle_timeout, Timer.IDLE, link_id)
             self._source.link_up(now, link)
+            self._fetches.link_up(now, link)
 
     def link_failed(self, now: float, peer: str, error: KVStreamError) -> None:
         """A Dial came to nothing."""
         self._source.link_failed(now, peer, error)
+        self._fetches.link_failed(now, peer, error)
 
     def link_lost(self, now: float, link_id: int, error: KVStreamError) -> None:
         """A connection is gone, whoever closed it. Its slots are gone with it."""
@@ -253,6 +305,7 @@ class Scheduler:
         self._shared.timers.cancel(Timer.BEAT, link_id)
         self._shared.timers.cancel(Timer.IDLE, link_id)
         self._source.link_lost(now, link, error)
+        self._fetches.link_lost(now, link, error)
         self._destination.link_lost(now, link, error)
 
     def drop_all(self, error: KVStreamError) -> None:
@@ -283,15 +336,41 @@ class Scheduler:
                 self._source.on_end(now, link, frame)
             else:
                 self._destination.on_end(now, link, frame)
+        elif isinstance(frame, wire.Refuse) and frame.num in link.fetches:
+            self._fetches.on_refuse(now, link, frame)
         elif isinstance(frame, wire.Accept | wire.Refuse | wire.Confirm) and link.outgoing:
             self._source.on_frame(now, link, frame)
         elif isinstance(frame, wire.Ready) and not link.outgoing:
             self._destination.on_ready(now, link, frame)
         elif isinstance(frame, wire.Offer) and not link.outgoing:
             self._destination.on_offer(now, link, frame)
+        elif isinstance(frame, wire.Fetch) and not link.outgoing:
+            self._on_fetch(link, frame)
         else:
             kind, way = type(frame).__name__, "its source" if not link.outgoing else "its destination"
             raise ProtocolError(f"a {kind} frame from {way} on an established connection")
+
+    def _on_fetch(self, link: Link, frame: wire.Fetch) -> None:
+        if frame.num <= link.last_num:
+            self.counters.stale_frames += 1
+            return
+        link.last_num = frame.num
+        if self._shared.closed is not None:
+            self.refuse_fetch(link.id, frame.num, Refused(str(self._shared.closed)))
+            return
+        self._shared.commands.append(
+            Fetched(
+                link.id,
+                frame.num,
+                link.peer,
+                frame.stream,
+                frame.token,
+                frame.tokens,
+                frame.deadline,
+                frame.priority,
+                frame.share,
+            )
+        )
 
     # ------------------------------------------------------------------ reports on commands
 

@@ -24,7 +24,7 @@ from kvstream.errors import (
 )
 from kvstream.scheduler.commands import Accepted, Arrived, Ended, Move, Offered, Withdrawn
 from kvstream.scheduler.drain import DrainRate
-from kvstream.scheduler.inbound import DestinationTurn, Inbound, Phase
+from kvstream.scheduler.inbound import DestinationTurn, Fetching, Inbound, Phase
 from kvstream.scheduler.links import Ending, Link
 from kvstream.scheduler.offers import Offers, PendingOffer
 from kvstream.scheduler.outbound import first_block
@@ -109,6 +109,33 @@ class Destination:
             self._take(offer)
             self._bind(now, stream, offer)
         return stream.key
+
+    def fetch(
+        self,
+        now: float,
+        name: str,
+        *,
+        tokens: int,
+        exact: bool,
+        sources: Sequence[str],
+        token: bytes,
+        deadline: float,
+        first_token: int,
+        priority: int,
+        share: str,
+    ) -> Fetching:
+        """Like `receive`, for a stream that will be asked for; what to ask for it with."""
+        offer = self._offers.named(name)
+        if offer is not None:
+            raise ConfigError("stream", f"{name!r} is being offered by {offer.link.peer}; take it by receive()")
+        key = self.receive(now, name, tokens=tokens, deadline=deadline, first_token=first_token)
+        stream = self._streams[key]
+        stream.fetching = Fetching(stream, token, list(sources), exact, first_token, priority, share)
+        return stream.fetching
+
+    def arriving(self, name: str) -> int:
+        stream = self._names.get(name)
+        return stream.key if stream is not None and stream.phase is not Phase.WAITING else 0
 
     def accept(self, now: float, offer_id: int, first_token: int) -> int:
         self._shared.check_open()
@@ -312,7 +339,7 @@ class Destination:
             return
         link.last_num = frame.num
         waiting = self._names.get(frame.stream)
-        error = self._judge(frame, waiting)
+        error = self._judge(link, frame, waiting)
         if error is not None:
             self._refuse(link, frame, error)
             return
@@ -327,8 +354,7 @@ class Destination:
             self._offers.add(offer)
             shared.timers.arm(now + min(shared.config.offer_wait, remaining), Timer.OFFER, offer.id)
             self._ask()
-        elif waiting.tokens != frame.tokens:
-            error = _tokens_differ(frame.stream, frame.tokens, waiting.tokens)
+        elif (error := self._fit(waiting, frame)) is not None:
             self._refuse(link, frame, error)
             self._end(now, waiting, error)
         else:
@@ -422,6 +448,9 @@ class Destination:
     def _bind(self, now: float, stream: Inbound, offer: PendingOffer) -> None:
         """Join a waiting stream and an offer."""
         shared, link = self._shared, offer.link
+        if stream.fetching is not None:
+            stream.fetching.answered()
+            stream.fetching = None
         stream.link = link
         stream.peer = link.peer
         stream.num = offer.frame.num
@@ -437,7 +466,7 @@ class Destination:
         self._tokens += stream.tokens
         self._drain.begun(now)
         link.inbound[stream.num] = stream
-        shared.commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch))
+        shared.commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch, stream.tokens))
         first_token = min(stream.tokens, stream.first_block * shared.block_tokens)
         shared.transmit(link, wire.Accept(stream.num, stream.epoch, first_token))
         if stream.first_block == stream.blocks:
@@ -490,6 +519,9 @@ class Destination:
         del self._names[stream.name]
         self._shared.timers.cancel(Timer.INBOUND, stream.key)
         self._shared.timers.cancel(Timer.RESERVATION, stream.key)
+        if stream.fetching is not None:
+            stream.fetching.answered()
+            stream.fetching = None
         if stream.link is not None:
             del stream.link.inbound[stream.num]
             self._receiving -= 1
@@ -511,12 +543,18 @@ class Destination:
 
     # ------------------------------------------------------------------ offers
 
-    def _judge(self, frame: wire.Offer, waiting: Inbound | None) -> KVStreamError | None:
+    def _judge(self, link: Link, frame: wire.Offer, waiting: Inbound | None) -> KVStreamError | None:
         """Why an offer has to be refused at once, if it has."""
         if self._shared.closed is not None:
             return Refused(str(self._shared.closed))
         if frame.tokens < 1:
             return ConfigError("tokens", f"must be at least 1, is {frame.tokens}")
+        fetching = waiting.fetching if waiting is not None else None
+        if frame.fetch:
+            mine = fetching is not None and (fetching.token, fetching.peer) == (frame.fetch, link.peer)
+            return None if mine else Refused(f"{frame.stream!r} is not being fetched from {link.peer} here any more")
+        if fetching is not None:
+            return ConfigError("stream", f"{frame.stream!r} is being fetched from {fetching.peer}")
         if waiting is not None:
             if waiting.phase is Phase.WAITING:
                 return None
@@ -530,6 +568,24 @@ class Destination:
         if full is None and len(self._streams) >= self._shared.config.max_streams:
             full = f"{len(self._streams)} streams are being received already (max_streams)"
         return Refused(full, retry_after=self._room_in()) if full is not None else None
+
+    def _fit(self, stream: Inbound, frame: wire.Offer) -> ConfigError | None:
+        """Make a waiting stream as long as what is offered for it, where that is open; else why it does not fit."""
+        if frame.tokens == stream.tokens:
+            return None
+        fetching = stream.fetching
+        if fetching is None or fetching.exact:
+            return _tokens_differ(frame.stream, frame.tokens, stream.tokens)
+        if frame.tokens > stream.tokens:
+            return ConfigError(
+                "blocks",
+                f"{fetching.peer} holds {frame.tokens} tokens of stream {frame.stream!r}, the blocks given take"
+                f" {stream.tokens}; give more blocks, or say how many tokens you want",
+            )
+        blocks = math.ceil(frame.tokens / self._shared.block_tokens)
+        first = first_block(fetching.first_token, frame.tokens, self._shared.block_tokens)
+        stream.cut_to(frame.tokens, blocks, first)
+        return None
 
     def _ask(self) -> None:
         """Hand offers to the handler, as many as may be received at a time."""

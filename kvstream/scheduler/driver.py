@@ -20,6 +20,7 @@ from kvstream.scheduler.commands import (
     Dial,
     Drop,
     Ended,
+    Fetched,
     Move,
     Offered,
     Stage,
@@ -42,7 +43,9 @@ class Effects(Protocol):
     def drop(self, link: int, error: KVStreamError) -> None: ...
     def stage(self, command: Stage) -> None: ...
     def move(self, command: Move) -> None: ...
-    def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended | Stalled | Declined) -> None: ...
+    def notify(
+        self, command: Offered | Withdrawn | Fetched | Accepted | Arrived | Ended | Stalled | Declined
+    ) -> None: ...
     def pumped(self) -> None:
         """Every command is performed: a good moment to look at the core's state."""
 

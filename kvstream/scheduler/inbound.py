@@ -18,7 +18,7 @@ from kvstream.wire import End, Ready
 if TYPE_CHECKING:
     from kvstream.scheduler.links import Link
 
-__all__ = ["DestinationTurn", "Inbound", "Phase"]
+__all__ = ["DestinationTurn", "Fetching", "Inbound", "Phase"]
 
 
 class Phase(enum.Enum):
@@ -61,6 +61,30 @@ class DestinationTurn:
 
 
 @dataclass(slots=True)
+class Fetching:
+    """That a stream is asked for: of `peer` at present, and of `sources` after it. Only an offer of that peer that
+    repeats `token` answers it. `exact`: whether it has to be as many tokens as the stream says, not just up to that."""
+
+    stream: Inbound
+    token: bytes
+    sources: list[str]
+    exact: bool
+    first_token: int
+    priority: int
+    share: str
+    peer: str = ""
+    link: Link | None = None
+    num: int = 0
+    """Its number on that link, once it is asked there."""
+
+    def answered(self) -> None:
+        """The peer has nothing to answer any more."""
+        if self.link is not None:
+            self.link.fetches.pop(self.num, None)
+            self.link = None
+
+
+@dataclass(slots=True)
 class Inbound:
     key: int
     name: str
@@ -96,8 +120,15 @@ class Inbound:
     source_end: End | None = None
     recalled: Recalled | None = None
     """Set while the source's End is awaited that explains why something lent was taken back."""
+    fetching: Fetching | None = None
+    """Where the stream is asked for; None when it is announced by its source, or has been found."""
 
     def __post_init__(self) -> None:
+        self.cut_to(self.tokens, self.blocks, self.first_block)
+
+    def cut_to(self, tokens: int, blocks: int, first_block: int) -> None:
+        """So much of it will move. Before anything of it is announced."""
+        self.tokens, self.blocks, self.first_block = tokens, blocks, first_block
         self.expected = [self.first_block] * self.layers
         self.missing = [self.blocks - self.first_block] * self.layers
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvstream.scheduler.inbound import Inbound
+from kvstream.scheduler.inbound import Fetching, Inbound
 from kvstream.scheduler.offers import PendingOffer
 from kvstream.scheduler.outbound import Outbound
-from kvstream.wire import End
+from kvstream.wire import VERSION, End
 
 __all__ = ["Ending", "Link"]
 
@@ -43,12 +43,16 @@ class Link:
     group_blocks: int
     stream_slots: int
     """Source: how many of the slots one stream may hold."""
+    version: int = VERSION
+    """Of the protocol, as both sides speak it."""
     free: list[int] = field(default_factory=list[int])
     outbound: dict[int, Outbound] = field(default_factory=dict[int, Outbound])
     inbound: dict[int, Inbound] = field(default_factory=dict[int, Inbound])
     offers: dict[int, PendingOffer] = field(default_factory=dict[int, PendingOffer])
     ending: dict[int, Ending] = field(default_factory=dict[int, Ending])
     """In the order in which they began."""
+    fetches: dict[int, Fetching] = field(default_factory=dict[int, Fetching])
+    """Outgoing: what the peer has been asked for and has not answered."""
     last_num: int = 0
     announced: int = 0
     """Destination: chunks announced to us that are neither in place nor given up."""
@@ -75,7 +79,7 @@ class Link:
     @property
     def live(self) -> bool:
         """Whether anything on this link waits for the peer, or the peer for us."""
-        return bool(self.outbound or self.inbound or self.offers or self.ending)
+        return bool(self.outbound or self.inbound or self.offers or self.ending or self.fetches)
 
     @property
     def owed(self) -> int:

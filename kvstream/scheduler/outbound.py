@@ -96,6 +96,10 @@ class Outbound:
     priority: int
     metadata: bytes
     age: int
+    fetch: bytes = b""
+    """The token of the fetch that it answers."""
+    copy: bool = False
+    """Whether it is a copy of what is held, of which several may be on their way at a time."""
     retry: bool = False
     """Whether those that refuse for now are asked again."""
     again: list[str] = field(init=False)

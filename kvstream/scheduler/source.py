@@ -98,11 +98,13 @@ class Source:
         share: str,
         metadata: bytes,
         retry: bool,
+        copy: bool,
+        fetch: bytes,
     ) -> int:
         shared = self._shared
         shared.check_open()
         _check_offer(name, tokens, candidates, deadline, priority, share, metadata)
-        if name in self._names:
+        if name in self._names and not copy:
             raise ConfigError("stream", f"{name!r} is already being sent; a stream id is unique while it lives")
         if len(self._streams) >= shared.config.max_streams:
             raise Refused(
@@ -126,10 +128,13 @@ class Source:
             metadata=metadata,
             age=shared.next_id(),
             retry=retry,
+            copy=copy,
+            fetch=fetch,
         )
         self._drain.begun(now)
         self._streams[stream.key] = stream
-        self._names.add(name)
+        if not copy:
+            self._names.add(name)
         shared.timers.arm(stream.expires, Timer.OUTBOUND, stream.key)
         self._try_next(now, stream)
         return stream.key
@@ -181,6 +186,17 @@ class Source:
         return [stream.name for key in keys if (stream := self._streams.get(key)) is not None]
 
     # ------------------------------------------------------------------ links
+
+    def connect(self, peer: str) -> Link | None:
+        """The connection to a peer; None where there is none yet: then it is dialed, and link_up or link_failed will
+        say what came of it."""
+        link = self._outgoing.get(peer)
+        if link is not None and not link.dropping:
+            return link
+        if peer not in self._connecting:
+            self._connecting[peer] = []
+            self._shared.commands.append(Dial(peer))
+        return None
 
     def link_up(self, now: float, link: Link) -> None:
         self._outgoing[link.peer] = link
@@ -311,14 +327,11 @@ class Source:
         stream.offer_to(peer)
         self._count(stream, peer)
         stream.stepped = now
-        link = self._outgoing.get(peer)
-        if link is not None and not link.dropping:
+        link = self.connect(peer)
+        if link is not None:
             self._offer(now, stream, link)
-        elif peer in self._connecting:
-            self._connecting[peer].append(stream.key)
         else:
-            self._connecting[peer] = [stream.key]
-            self._shared.commands.append(Dial(peer))
+            self._connecting[peer].append(stream.key)
 
     def _count(self, stream: Outbound, peer: str | None) -> None:
         """Count a stream among those of this peer, and no longer of another."""
@@ -381,6 +394,7 @@ class Source:
             stream.priority,
             stream.metadata,
             stream.group[0],
+            stream.fetch,
         )
         self._shared.transmit(link, frame)
 
@@ -456,7 +470,8 @@ class Source:
         stay taken until it answers; those still being staged come back with the report on their Stage."""
         shared = self._shared
         del self._streams[stream.key]
-        self._names.remove(stream.name)
+        if not stream.copy:
+            self._names.remove(stream.name)
         self._count(stream, None)
         self._drain.finished(now, 1, more=bool(self._streams))
         shared.timers.cancel(Timer.OUTBOUND, stream.key)
@@ -466,7 +481,9 @@ class Source:
             error.in_doubt = (stream.peer,)
         stream.phase = Phase.ENDED
         stream.turn = None
-        shared.ended(Ended(stream.key, error, b"", stream.epoch, stream.peer, provisional=False))
+        shared.ended(
+            Ended(stream.key, error, b"", stream.epoch, stream.peer, provisional=False, ready=stream.all_ready)
+        )
         link = stream.link
         if link is None:
             if tell and connecting and error is not None and len(self._unborn) < shared.config.max_streams:

@@ -488,7 +488,7 @@ def test_unknown_command(run: Run) -> None:
 
 def test_version_and_help(run: Run) -> None:
     assert run("--version").stdout == f"kvstream {kvstream.__version__}\n"
-    for command in ("server", "workers", "doctor"):
+    for command in ("server", "worker", "workers", "doctor"):
         result = run(command, "--help")
         assert (result.returncode, result.stderr) == (0, "")
         assert result.stdout.startswith(f"usage: kvstream {command} ")

@@ -638,7 +638,7 @@ def test_the_destinations_decision_ends_the_stream_and_is_answered(side: Side) -
     assert not side.taken(Ended)
     side.hear(wire.End(1, 1, "done", chunks=2))
     assert side.sent() == [wire.End(1, 1, "done", answer=True)]
-    assert side.one(Ended) == Ended(key, None, b"", 1, "d", provisional=False)
+    assert side.one(Ended) == Ended(key, None, b"", 1, "d", provisional=False, ready=True)
     assert (side.core.idle, side.core.slots_in_use) == (True, 0)
     assert side.core.counters.ended == {"done": 1}
 
@@ -778,7 +778,7 @@ def test_receive_before_the_offer(side: Side) -> None:
     side.up(outgoing=False, peer="src")
     side.hear(wire.Offer(1, 3, "s", 8, 5.0))
     accepted, frame = side.take()
-    assert accepted == Accepted(key, "src", 1, 3)
+    assert accepted == Accepted(key, "src", 1, 3, tokens=8)
     assert frame == Transmit(1, wire.Accept(1, 3, 4))
 
 
@@ -788,7 +788,7 @@ def test_receive_after_the_offer(side: Side) -> None:
     assert not side.take()
     assert not side.core.idle
     key = side.receive()
-    assert side.take() == [Accepted(key, "src", 1, 3), Transmit(1, wire.Accept(1, 3, 0))]
+    assert side.take() == [Accepted(key, "src", 1, 3, tokens=8), Transmit(1, wire.Accept(1, 3, 0))]
 
 
 def test_a_destination_that_has_everything_says_so_and_is_done(side: Side) -> None:
@@ -907,7 +907,7 @@ def test_a_handler_is_asked_once_per_offer_also_of_those_before_it(side: Side) -
     side.hear(wire.Offer(2, 1, "y", 8))
     refused = side.one(Offered).offer
     key = side.core.accept(side.now, asked.offer, first_token=4)
-    assert side.take() == [Accepted(key, "src", 1, 2), Transmit(1, wire.Accept(1, 2, 4))]
+    assert side.take() == [Accepted(key, "src", 1, 2, tokens=8), Transmit(1, wire.Accept(1, 2, 4))]
     side.core.refuse(refused, Refused("busy", retry_after=0.5))
     # No Withdrawn: it was the handler itself that answered.
     assert side.take() == [Transmit(1, wire.Refuse(2, 1, "refused", "busy", 0.5))]

@@ -57,6 +57,8 @@ STRATEGIES: dict[type[wire.Frame], st.SearchStrategy[Any]] = {
         st.none() | seconds,
         st.integers(-1000, 1000),
         st.binary(max_size=2048),
+        st.text(text, max_size=64),
+        st.binary(max_size=16),
     ),
     wire.Accept: st.builds(wire.Accept, u32, u32, u32),
     wire.Refuse: st.builds(wire.Refuse, u32, u32, short, long, st.none() | seconds),
@@ -64,6 +66,16 @@ STRATEGIES: dict[type[wire.Frame], st.SearchStrategy[Any]] = {
     wire.Confirm: st.builds(wire.Confirm, u32, u32, u32),
     wire.End: st.builds(wire.End, u32, u32, short, st.text(text, max_size=500), u32, blob, st.booleans()),
     wire.Beat: st.builds(wire.Beat, u32, st.booleans()),
+    wire.Fetch: st.builds(
+        wire.Fetch,
+        u32,
+        st.text(text, min_size=1, max_size=256),
+        st.binary(min_size=16, max_size=16),
+        u32,
+        st.none() | seconds,
+        st.integers(-1000, 1000),
+        st.text(text, max_size=64),
+    ),
 }
 frames = st.one_of(*STRATEGIES.values())
 
@@ -120,7 +132,10 @@ def test_the_frames_of_every_chunk_are_small(frame: wire.Frame) -> None:
 @pytest.mark.parametrize(
     "frame",
     [
-        wire.Offer(1, 1, "\U0001f600" * 256, 1, 1.0, 0, b"x" * wire.MAX_METADATA),
+        wire.Offer(
+            1, 1, "\U0001f600" * 256, 1, 1.0, 0, b"x" * wire.MAX_METADATA, "\U0001f600" * 64, b"t" * wire.TOKEN_BYTES
+        ),
+        wire.Fetch(1, "\U0001f600" * 256, b"t" * wire.TOKEN_BYTES, 1, 1.0, 0, "\U0001f600" * 64),
         wire.End(1, 1, "done", "", 1, b"x" * wire.MAX_PAYLOAD),
         wire.End(1, 1, "corrupted", "\U0001f600" * 1000),
         wire.Refuse(1, 1, "refused", "\U0001f600" * 1000),
