@@ -393,7 +393,7 @@ class _Link:
         try:
             await self.request(subject, b"", timeout=timeout)
         except ConfigError:
-            return True
+            pass  # denied, and so answered
         except (TimeoutError, BrokerUnavailable):
             return False
         self._hear()
@@ -608,6 +608,8 @@ class _Watch:
         seen, more = 0, True
         while more:
             last, more = await self._read_page(link, seen + 1, leases)
+            if more and last <= seen:
+                raise BrokerUnavailable("the lease table is given out of order")
             seen = max(seen, last)
         if seen < due:
             # What is due may have gone meanwhile, without a trace; then the next try asks for less.
@@ -634,12 +636,12 @@ class _Watch:
                     headers = message.headers or {}
                     status = headers.get("Status")
                     if status is None:
+                        if _SEQUENCE.fullmatch(sequence := headers.get("Nats-Sequence", "")):
+                            seen = int(sequence)  # also of what is no lease
                         event = _event(self._prefix, message)
                         if event is None:
                             self._broker.count_garbage()
-                            continue
-                        seen = event.revision
-                        if event.value is not None:
+                        elif event.value is not None:
                             leases[event.key] = Lease(event.revision, event.value)
                         else:
                             leases.pop(event.key, None)

@@ -142,6 +142,40 @@ async def test_garbage_on_every_subject_is_counted_and_dropped(tmp_path: Path) -
             await works(broker)
 
 
+async def test_keys_of_others_in_the_table_hide_none_of_ours(tmp_path: Path) -> None:
+    """More of them than fit into one page of the snapshot."""
+    async with EmbeddedServer(environ={"XDG_RUNTIME_DIR": str(tmp_path)}) as server, connected(server) as broker:
+        async with Rude.connected(server) as rude:
+            for number in range(1200):
+                rude.publish(b"$KV.kvstream.not/a/key/%d" % number, b"")
+            await rude.taken()
+        await broker.put("w.x.0", b"ours", ttl=60, revision=0)
+        async with asyncio.timeout(20), broker.watch() as events:
+            event = await anext(events)
+            assert isinstance(event, LeaseEvent) and event.value == b"ours"
+            assert isinstance(await anext(events), Synced)
+        assert broker.garbage >= 1200
+
+
+async def test_a_probe_that_is_denied_is_no_busy_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probes = 0
+    async with EmbeddedServer(environ={"XDG_RUNTIME_DIR": str(tmp_path)}) as server:
+        target = NatsTarget(urls=(server.url,), source="the test")
+        async with await NatsBroker.connect(target, rng=random.Random(1), probe=0.1) as broker:
+            link = broker._link
+            assert link is not None
+
+            async def denied(*_arguments: object, **_options: object) -> None:
+                nonlocal probes
+                probes += 1
+                raise ConfigError("nats", "denied")
+
+            monkeypatch.setattr(link, "request", denied)
+            await asyncio.sleep(0.5)
+            assert 1 <= probes <= 6
+            assert broker._link is link
+
+
 async def test_a_payload_over_the_servers_limit_is_refused_before_it_is_sent(tmp_path: Path) -> None:
     """A server ends the connection of whoever sends one. Its limit is on headers and data together."""
     async with SmallServer(environ={"XDG_RUNTIME_DIR": str(tmp_path)}) as server, connected(server) as broker:
