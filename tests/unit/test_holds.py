@@ -279,7 +279,6 @@ async def test_bad_arguments(cluster: Cluster) -> None:
         ({"blocks": ASKED, "tokens": 21}, "blocks"),
         ({"blocks": ASKED, "first_token": 21}, "first_token"),
         ({"blocks": ASKED, "source": []}, "source"),
-        ({"blocks": ASKED, "source": None}, "source"),
         ({"blocks": ASKED, "source": ["a", "a"]}, "source"),
         ({"blocks": ASKED, "deadline": 0}, "deadline"),
         ({"blocks": ASKED, "priority": 1001}, "priority"),
