@@ -25,6 +25,7 @@ from kvstream import (
     ConfigError,
     ControlClient,
     KVPool,
+    KVStreamError,
     PeerLost,
     Runtime,
     UnknownStream,
@@ -252,7 +253,7 @@ async def test_an_answer_that_is_too_large_is_an_error_and_no_silence(
         return bytes(2 << 20)
 
     async with await broker.serve("kvstream.test", large):
-        with pytest.raises(ConfigError, match="data: 2097152 bytes"):
+        with pytest.raises(KVStreamError, match="its answer can't be sent: data: 2097152 bytes"):
             await broker.request("kvstream.test", b"", timeout=5)
 
 

@@ -1,4 +1,4 @@
-"""Held KV over the broker: who holds what is told, an order has it pushed, a fetch that names nobody finds its holder."""
+"""Held KV over the broker: who holds what is told, an order has it pushed, a fetch without a name finds its holder."""
 
 from __future__ import annotations
 
