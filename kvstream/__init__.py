@@ -21,7 +21,7 @@ from kvstream.errors import (
 )
 from kvstream.layout import KVLayout, Shard
 from kvstream.memory import KVPool
-from kvstream.runtime.reports import RuntimeStats, StreamReport
+from kvstream.runtime.reports import RuntimeStats, StreamEpoch, StreamReport
 from kvstream.runtime.routing import Candidate, LeastLoaded, RouteRequest, RoutingPolicy
 from kvstream.runtime.runtime import Runtime
 from kvstream.runtime.sessions import Offer, ReceiveStream, SendStream
@@ -51,6 +51,7 @@ __all__ = [
     "RuntimeStats",
     "SendStream",
     "Shard",
+    "StreamEpoch",
     "StreamReport",
     "UnknownWorker",
     "__version__",

@@ -85,6 +85,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     classes have offers waiting, each may fill its share only."""
     max_pending_tokens: int = 1 << 24
     """The same, in tokens of all offers that wait. A single offer may be larger."""
+    max_reroutes: int = 8
+    """How often a stream is taken away from a destination that has accepted it, to go on elsewhere."""
     offer_wait: float = 10.0
     """How long an offer waits for an answer before it is refused."""
     reservation_timeout: float = 60.0
@@ -106,6 +108,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A side with live streams on a connection says something at least this often."""
     stall_timeout: float = 5.0
     """A connection that was silent for this long while it had live streams is given up as PeerLost."""
+    reroute_timeout: float = 1.0
+    """A destination that was silent for this long loses its streams to others, where there are any. The connection, and
+    streams that can go nowhere else, are given up only after stall_timeout."""
     idle_timeout: float = 120.0
     """A connection without streams is closed by its source after this time."""
 

@@ -281,6 +281,7 @@ class Runtime:
             staging_quarantined=budget.quarantined,
             quarantined=tuple(streams.links.quarantined()),
             offers_refused=counters.offers_refused,
+            reroutes=counters.reroutes,
             stalls=counters.stalls,
             stale_frames=counters.stale_frames,
             protocol_errors=counters.protocol_errors,
@@ -305,8 +306,9 @@ class Runtime:
 
         `blocks` is the block table of the prompt's `tokens` in the pool (with `growing=True` it may be short and is
         completed by `tx.extend`). `to` names a worker, or several that are tried in order, or is a RoutingPolicy that
-        picks them; None is the runtime's own policy. `deadline` is in seconds from now (default: config.deadline),
-        `metadata` goes to the destination's offer handler.
+        picks them; None is the runtime's own policy. If the one that took the stream is lost in the middle of it, or
+        silent for config.reroute_timeout, the stream goes on at the next, from layer 0, and StreamReport.epochs tells.
+        `deadline` is in seconds from now (default: config.deadline), `metadata` is for the destination's offer handler.
 
         While more is ready than can be moved, classes (`share_class`: a tenant, a kind of work) get bytes in proportion
         to config.share_weights; within a class short streams and long ones take turns, and of a kind the earliest
@@ -339,12 +341,26 @@ class Runtime:
             ids,
             tokens,
             route=lambda: self._route(request, policy or candidates),
+            route_again=None if policy is None else lambda exclude: self._route(request, policy, exclude),
             deadline=self.config.deadline if deadline is None else seconds("deadline", deadline),
             priority=priority,
             share=share,
             metadata=wire.encode_metadata(metadata),
             retry=instance("retry", retry, bool),
         )
+
+    def reroute(self, stream: str, to: str | Sequence[str] | None = None) -> None:
+        """Take a stream that is being sent away from its destination, and send it to `to` from layer 0 on, or to the
+        first of several that takes it; None: to another of the candidates that it has. The engine goes on meanwhile.
+
+        The destination that had it gets Fenced. If it had everything by then it may be done all the same:
+        StreamReport.in_doubt names it. Raises ConfigError for a stream that is not being sent or is at `to` already,
+        Refused when nobody is left to go to, or the stream was rerouted config.max_reroutes times.
+        """
+        streams = self._streams
+        streams.check_here("reroute")
+        name = text("stream", stream, wire.MAX_STREAM_ID)
+        streams.reroute(name, [] if to is None else named_candidates(to, self._identity.shard.rank))
 
     def receive(
         self,
@@ -387,16 +403,19 @@ class Runtime:
 
     # ------------------------------------------------------------------ helpers
 
-    async def _route(self, request: RouteRequest, to: RoutingPolicy | list[str]) -> list[str]:
-        """Workers to try, in order. When none of them is there yet, the registry's news is awaited, bounded."""
+    async def _route(
+        self, request: RouteRequest, to: RoutingPolicy | list[str], exclude: Collection[str] = ()
+    ) -> list[str]:
+        """Workers to try, in order. When none of them is there yet, the registry's news is awaited, bounded. A policy
+        is not shown those in `exclude`."""
         registry = self._registry
-        found = self._choose(request, to)
+        found = self._choose(request, to, exclude)
         if found:
             return found
         try:
             async with asyncio.timeout(self.config.connect_timeout / 2), registry.watch() as changes:
                 async for _ in changes:
-                    found = self._choose(request, to)
+                    found = self._choose(request, to, exclude)
                     if found:
                         return found
         except TimeoutError:
@@ -412,14 +431,14 @@ class Runtime:
             retry_after=0.5,
         )
 
-    def _choose(self, request: RouteRequest, to: RoutingPolicy | list[str]) -> list[str]:
+    def _choose(self, request: RouteRequest, to: RoutingPolicy | list[str], exclude: Collection[str] = ()) -> list[str]:
         registry = self._registry
         if isinstance(to, list):
             return to if any(registry.lookup(worker) is not None for worker in to) else []
-        answer: object = to.route(request, self._candidates(), self._seams.rng.random)
+        answer: object = to.route(request, self._candidates(exclude), self._seams.rng.random)
         return chosen(to, answer, self._identity.shard.rank)
 
-    def _candidates(self) -> Candidates:
+    def _candidates(self, exclude: Collection[str]) -> Candidates:
         """All other workers, as the registry tells and as our own streams have found them."""
         streams, registry = self._streams, self._registry
         now, wall = streams.driver.now(), self._seams.wall()
@@ -440,7 +459,9 @@ class Runtime:
             )
 
         me = self.worker
-        return Candidates([record for record in registry.records() if record.id != me], view)
+        return Candidates(
+            [record for record in registry.records() if record.id != me and record.id not in exclude], view
+        )
 
     @property
     def _streams(self) -> Streams:

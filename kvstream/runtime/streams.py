@@ -25,7 +25,19 @@ from kvstream.runtime.copies import Copies
 from kvstream.runtime.links import Links
 from kvstream.runtime.peers import Peers
 from kvstream.runtime.sessions import BlockIds, Offer, ReceiveStream, SendStream
-from kvstream.scheduler.commands import Accepted, Arrived, Declined, Ended, Move, Offered, Stage, Stalled, Withdrawn
+from kvstream.scheduler.commands import (
+    Accepted,
+    Arrived,
+    Declined,
+    Ended,
+    Move,
+    Offered,
+    Rerouted,
+    Route,
+    Stage,
+    Stalled,
+    Withdrawn,
+)
 from kvstream.scheduler.core import Scheduler
 from kvstream.scheduler.driver import Driver
 from kvstream.transport.base import Connection, Slab
@@ -65,6 +77,8 @@ class Streams:
         """Blocks that a live inbound stream may write: two streams never share one."""
         self._handler: OfferHandler | None = None
         self._offer_tasks: dict[int, asyncio.Task[None]] = {}
+        self._route_tasks: dict[int, asyncio.Task[Sequence[str]]] = {}
+        """By stream: its policy is being asked."""
         self._on_load_changed: Callable[[], None] | None = None
         self._pumped = asyncio.Event()
         self._copies = Copies(self)
@@ -114,6 +128,7 @@ class Streams:
         share: str,
         metadata: bytes,
         retry: bool,
+        routable: bool,
     ) -> None:
         session.key = self.core.send(
             self.driver.now(),
@@ -126,6 +141,7 @@ class Streams:
             share=share,
             metadata=metadata,
             retry=retry,
+            routable=routable,
         )
         self._sessions[session.key] = session
         # Not at once: a send wakes the peer, which may cost this thread its core.
@@ -178,6 +194,10 @@ class Streams:
             self.core.fail(self.driver.now(), key, error)
         self.driver.pump()
 
+    def reroute(self, stream: str, candidates: Sequence[str]) -> None:
+        self.core.reroute(self.driver.now(), stream, candidates)
+        self.driver.pump()
+
     def extend(self, key: int, blocks: int) -> None:
         self.core.extend(key, blocks)
 
@@ -218,13 +238,13 @@ class Streams:
         """End every stream, tell the peers, and wait, bounded, until they have answered."""
         self.core.shut(self.driver.now(), Cancelled("the runtime is closing"))
         self.driver.pump()
-        tasks = list(self._offer_tasks.values())
+        tasks: list[asyncio.Task[Any]] = [*self._offer_tasks.values(), *self._route_tasks.values()]
         for task in tasks:
             task.cancel()
         if tasks:
             _, left = await asyncio.wait(tasks, timeout=wait)
             for task in left:
-                self._log.warning("an on_offer handler does not end, although it was cancelled", task=task.get_name())
+                self._log.warning("the user's code does not end, although it was cancelled", task=task.get_name())
         try:
             async with asyncio.timeout(wait):
                 while not self.core.idle or not self._copies.idle:
@@ -257,7 +277,9 @@ class Streams:
     def move(self, command: Move) -> None:
         self._copies.move(command)
 
-    def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended | Stalled | Declined) -> None:
+    def notify(
+        self, command: Offered | Withdrawn | Accepted | Rerouted | Route | Arrived | Ended | Stalled | Declined
+    ) -> None:
         if isinstance(command, Offered):
             self._offered(command)
         elif isinstance(command, Stalled):
@@ -277,6 +299,9 @@ class Streams:
             if isinstance(session, SendStream):
                 self.peers.took(command.peer)
             self._load_changed()
+        elif isinstance(command, Rerouted | Route):
+            if isinstance(session, SendStream):
+                self._lost(session, command)
         elif isinstance(command, Arrived):
             if isinstance(session, ReceiveStream):
                 session.on_arrived(command.layer)
@@ -290,6 +315,8 @@ class Streams:
     def end(self, command: Ended) -> None:
         """Tell the user of a stream that it has ended: from here on its blocks are the user's."""
         session = self._sessions.pop(command.stream)
+        if (routing := self._route_tasks.get(command.stream)) is not None:
+            routing.cancel()
         if isinstance(session, ReceiveStream):
             self._unclaim(session)
         else:
@@ -325,6 +352,37 @@ class Streams:
     def _load_changed(self) -> None:
         if self._on_load_changed is not None:
             self._on_load_changed()
+
+    def _lost(self, session: SendStream, command: Rerouted | Route) -> None:
+        """A stream has lost its destination, or its policy is to be asked for another."""
+        if isinstance(command, Rerouted):
+            session.on_rerouted(command)
+            self._log.warning(
+                "rerouted",
+                stream=session.stream,
+                peer=command.peer,
+                epoch=command.epoch,
+                code=command.error.code,
+                why=str(command.error),
+            )
+            return
+        if (before := self._route_tasks.get(session.key)) is not None:
+            before.cancel()
+        task = self._loop.create_task(session.route_again(command.exclude), name=f"route {session.stream}")
+        self._route_tasks[session.key] = task
+        task.add_done_callback(lambda done: self._routed(session, done))
+
+    def _routed(self, session: SendStream, task: asyncio.Task[Sequence[str]]) -> None:
+        if self._route_tasks.get(session.key) is task:
+            del self._route_tasks[session.key]
+        if task.cancelled():
+            return
+        error = task.exception()
+        found: Sequence[str] = task.result() if error is None else ()
+        if error is not None and not isinstance(error, KVStreamError):
+            self._log.error("routing policy failed", stream=session.stream, exc_info=error)
+        self.core.routed(self.driver.now(), session.key, found)
+        self.driver.pump()
 
     def _offered(self, command: Offered) -> None:
         assert self._handler is not None

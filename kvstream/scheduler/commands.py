@@ -18,6 +18,8 @@ __all__ = [
     "Ended",
     "Move",
     "Offered",
+    "Rerouted",
+    "Route",
     "Stage",
     "Stalled",
     "Transmit",
@@ -114,12 +116,34 @@ class Withdrawn:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A stream has been agreed on. Source: `peer` took it. Destination: `peer` sends it."""
+    """A stream has been agreed on. Source: `peer` took it, and parts of `resent` layers that it is sent had been
+    announced before, to another. Destination: `peer` sends it."""
 
     stream: int
     peer: str
     link: int
     epoch: int
+    resent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rerouted:
+    """Source: a stream that `peer` had accepted under `epoch` is taken away from it, for this reason, and goes on
+    elsewhere: the next Accepted says where."""
+
+    stream: int
+    epoch: int
+    peer: str
+    error: KVStreamError
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Source: ask the stream's policy for further destinations, other than `exclude`; then `routed`, also when there
+    are none."""
+
+    stream: int
+    exclude: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +165,8 @@ class Arrived:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A stream's one terminal state on this side. `error` None means done; `provisional` that the destination has
-    everything but did not hear the source's last word."""
+    everything but did not hear the source's last word. `in_doubt` (source): earlier destinations that may have finished
+    the stream although it went elsewhere from them."""
 
     stream: int
     error: KVStreamError | None
@@ -149,6 +174,7 @@ class Ended:
     epoch: int
     peer: str | None
     provisional: bool
+    in_doubt: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,4 +190,19 @@ class Stalled:
     example: str
 
 
-Command = Dial | Transmit | Drop | Stage | Move | Offered | Withdrawn | Accepted | Arrived | Ended | Stalled | Declined
+Command = (
+    Dial
+    | Transmit
+    | Drop
+    | Stage
+    | Move
+    | Offered
+    | Withdrawn
+    | Accepted
+    | Rerouted
+    | Route
+    | Arrived
+    | Ended
+    | Stalled
+    | Declined
+)

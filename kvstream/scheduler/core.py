@@ -51,6 +51,7 @@ class Scheduler:
         self._source = Source(self._shared)
         self._destination = Destination(self._shared)
         self._patience = math.ceil(config.stall_timeout / config.beat_interval)
+        self._reroute_patience = math.ceil(config.reroute_timeout / config.beat_interval)
 
     # ------------------------------------------------------------------ output
 
@@ -134,10 +135,12 @@ class Scheduler:
         share: str = "",
         metadata: bytes = b"",
         retry: bool = False,
+        routable: bool = False,
     ) -> int:
         """A new stream to the first of `candidates` that takes it. `held` block ids are known so far; `share` is the
         class whose share of the work it uses. With `retry` those that refuse for now are asked again, as long as the
-        deadline allows it. Returns a key.
+        deadline allows it. If the one that took it is lost, the others are candidates again; `routable`: a Route may
+        ask for more. Returns a key.
 
         Raises ConfigError, Refused when there are too many streams, Cancelled after `shut`.
         """
@@ -152,7 +155,14 @@ class Scheduler:
             share=share,
             metadata=metadata,
             retry=retry,
+            routable=routable,
         )
+
+    def reroute(self, now: float, name: str, candidates: Sequence[str]) -> None:
+        """An order: the stream goes to the first of these that takes it; empty: of the candidates that it has. Where it
+        was, its epoch ends as Fenced. ConfigError when there is no such stream, or it is there already; Refused when
+        there is nowhere to go, or it was rerouted too often."""
+        self._source.reroute(now, name, candidates)
 
     def layer_ready(self, now: float, key: int, layer: int, start: int, stop: int) -> None:
         """Tokens [start, stop) of a layer are in the source's memory. ConfigError when that can't be."""
@@ -288,6 +298,10 @@ class Scheduler:
 
     # ------------------------------------------------------------------ reports on commands
 
+    def routed(self, now: float, key: int, candidates: Sequence[str]) -> None:
+        """What a Route has found; nothing is an answer too."""
+        self._source.routed(now, key, candidates)
+
     def staging(self, command: Stage) -> None:
         """A Stage is about to be performed, or dropped with its link: the next one may be given."""
         self._source.staging()
@@ -363,6 +377,8 @@ class Scheduler:
             shared.drop(link, PeerLost(f"the end of a stream shared with {link.peer} was not answered for {stall}"))
         else:
             self._watch_progress(link)
+            if link.outgoing and link.silent > self._reroute_patience:
+                self._source.silent(now, link)
             if not link.spoke:
                 shared.transmit(link, wire.Beat(self.streams, reply=True))
             link.spoke = False

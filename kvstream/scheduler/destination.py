@@ -13,6 +13,7 @@ import msgspec
 
 from kvstream import wire
 from kvstream.errors import (
+    Cancelled,
     ConfigError,
     Corrupted,
     DeadlineExceeded,
@@ -138,8 +139,10 @@ class Destination:
             self._end(now, stream, about(error, stream.name))
 
     def fail_all(self, now: float, error: KVStreamError) -> None:
+        # A worker that closes is no reason for a source to give up: it may find another destination.
+        told = Refused(str(error)) if isinstance(error, Cancelled) else None
         for stream in list(self._streams.values()):
-            self._end(now, stream, about(error, stream.name))
+            self._end(now, stream, about(error, stream.name), told=told)
 
     def fail_waiting(self, now: float, names: Sequence[str], error: KVStreamError) -> None:
         for name in names:
@@ -459,10 +462,19 @@ class Destination:
         self._shared.timers.arm(now + self._shared.config.end_wait, Timer.INBOUND, stream.key)
         return True
 
-    def _end(self, now: float, stream: Inbound, error: KVStreamError, *, answer: bool = False) -> None:
+    def _end(
+        self,
+        now: float,
+        stream: Inbound,
+        error: KVStreamError,
+        *,
+        answer: bool = False,
+        told: KVStreamError | None = None,
+    ) -> None:
         """End a stream with an error, unless it is decided: the source may have heard that it is done, so it is.
 
-        The source hears of it when no read of its slots is under way; `answer` when it was the source that ended it.
+        The source hears of it, or what is `told` in place of it, when no read of its slots is under way; `answer` when
+        it was the source that ended it.
         """
         if stream.phase is Phase.DECIDED:
             self._finish(now, stream, None, provisional=True)
@@ -470,7 +482,8 @@ class Destination:
         link = stream.link
         if link is not None:
             error.valid_layers = stream.valid_layers
-            last = wire.End(stream.num, stream.epoch, error.code, text_of(error), answer=answer)
+            word = told or error
+            last = wire.End(stream.num, stream.epoch, word.code, text_of(word), answer=answer)
             # What was announced and is not being read never will be.
             moving = stream.reading
             link.announced -= len(stream.moving) - moving

@@ -22,6 +22,8 @@ from kvstream.scheduler.commands import (
     Ended,
     Move,
     Offered,
+    Rerouted,
+    Route,
     Stage,
     Stalled,
     Transmit,
@@ -42,7 +44,9 @@ class Effects(Protocol):
     def drop(self, link: int, error: KVStreamError) -> None: ...
     def stage(self, command: Stage) -> None: ...
     def move(self, command: Move) -> None: ...
-    def notify(self, command: Offered | Withdrawn | Accepted | Arrived | Ended | Stalled | Declined) -> None: ...
+    def notify(
+        self, command: Offered | Withdrawn | Accepted | Rerouted | Route | Arrived | Ended | Stalled | Declined
+    ) -> None: ...
     def pumped(self) -> None:
         """Every command is performed: a good moment to look at the core's state."""
 

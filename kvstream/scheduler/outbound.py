@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvstream.errors import ConfigError
+from kvstream.errors import ConfigError, KVStreamError
 from kvstream.scheduler.fairness import Group, Order
 from kvstream.scheduler.stats import WaitsFor
 from kvstream.wire import Ready
@@ -36,6 +36,8 @@ class Phase(enum.Enum):
     STREAMING = "streaming"
     PAUSING = "pausing"
     """Every candidate has refused for now; it will be offered again."""
+    ROUTING = "routing"
+    """Its destination is lost, and its policy is asked for another."""
     FINISHING = "finishing"
     """End "done" is sent: from here on the destination may have finished."""
     ENDED = "ended"
@@ -105,6 +107,22 @@ class Outbound:
     pauses: int = 0
     counted: str | None = None
     """The peer among whose streams this one is counted."""
+    routable: bool = False
+    """Whether a policy can be asked for further candidates."""
+    asking: bool = False
+    """Whether it is being asked."""
+    named: list[str] = field(default_factory=list[str])
+    """All that were candidates so far."""
+    tried: list[str] = field(default_factory=list[str])
+    """Those that have been offered the stream since one last accepted it."""
+    failed: list[str] = field(default_factory=list[str])
+    """Those that were lost or could not be had: they are not asked again."""
+    reroutes: int = 0
+    """How often it was taken away from a destination that had accepted it."""
+    doubts: list[str] = field(default_factory=list[str])
+    """Destinations that it left when they may have finished it."""
+    why: KVStreamError | None = None
+    """Why it left the last one."""
     phase: Phase = Phase.CONNECTING
     epoch: int = 0
     peer: str | None = None
@@ -112,6 +130,8 @@ class Outbound:
     num: int = 0
     first_block: int = 0
     watermark: list[int] = field(default_factory=list[int])
+    reached: list[int] = field(default_factory=list[int])
+    """By layer: up to which block it has been announced, in any epoch."""
     pending: deque[Piece] = field(default_factory=deque[Piece])
     turn: SourceTurn | None = None
     """Its place among those who wait for a slot."""
@@ -126,6 +146,8 @@ class Outbound:
 
     def __post_init__(self) -> None:
         self.watermark = [0] * self.layers
+        self.reached = [0] * self.layers
+        self.named = list(self.candidates)
 
     def advance(self, layer: int, start: int, stop: int) -> None:
         """Tokens [start, stop) of a layer are computed. Ranges come in order and may repeat what was said before.
@@ -175,6 +197,7 @@ class Outbound:
         """Begin a new epoch with a destination; what the last one held of our slots is the core's business."""
         self.epoch += 1
         self.peer = peer
+        self.tried.append(peer)
         self.leave(Phase.CONNECTING)
 
     def leave(self, phase: Phase) -> None:
@@ -188,17 +211,44 @@ class Outbound:
         self.in_flight.clear()
         self.chunks = self.announced = self.confirmed = 0
 
+    @property
+    def accepted_by(self) -> str | None:
+        """The destination that has it."""
+        return self.peer if self.phase in (Phase.STREAMING, Phase.FINISHING) else None
+
+    @property
+    def others(self) -> list[str]:
+        """Who may take it if its destination is lost: also those that refused before."""
+        return [peer for peer in self.named if peer not in self.failed and peer != self.peer]
+
+    def lost(self, peer: str, *, doubt: bool, failed: bool) -> None:
+        """The destination that had accepted it is out. All others are candidates again; it is one, the last, only if it
+        has not `failed`."""
+        self.reroutes += 1
+        if doubt:
+            self.doubts.append(peer)
+        self.candidates = self.others
+        if failed:
+            self.failed.append(peer)
+        else:
+            self.candidates.append(peer)
+        self.again = []
+        self.tried = []
+
     def refused(self, peer: str, retry_after: float) -> None:
         """A candidate said no for now."""
         self.pause = min(self.pause, retry_after) if self.again else retry_after
         self.again.append(peer)
 
-    def accepted(self, first_token: int) -> None:
-        """The destination took the offer: everything that is ready becomes pending, layer by layer."""
+    def accepted(self, first_token: int) -> int:
+        """The destination took the offer: everything that is ready becomes pending, layer by layer. Returns of how many
+        layers something had been announced before that is announced again."""
         self.phase = Phase.STREAMING
+        self.tried = []
         self.first_block = first_block(first_token, self.tokens, self.block_tokens)
         for layer, done in enumerate(self.watermark):
             self._add(layer, 0, self._whole_blocks(done))
+        return sum(reached > self.first_block for reached in self.reached)
 
     def cut(self, limit: int, group: int) -> tuple[int, Piece]:
         """Number the next chunk: at most `limit` blocks off the front of what is pending. Layers that are ready for the
@@ -227,6 +277,8 @@ class Outbound:
         while (frame := self.staged.pop(self.announced, None)) is not None:
             self.in_flight.append((frame.chunk, frame.slot))
             self.announced += 1
+            for layer in range(frame.layer, frame.layer + frame.layers):
+                self.reached[layer] = max(self.reached[layer], frame.first + frame.count)
             frames.append(frame)
         return frames
 
@@ -247,6 +299,8 @@ class Outbound:
                 return "answer"
             case Phase.PAUSING:
                 return "retry"
+            case Phase.ROUTING:
+                return "route"
             case Phase.STREAMING | Phase.ENDED:
                 pass
             case Phase.FINISHING:

@@ -1,7 +1,8 @@
 """The source half of the scheduler core: the life of outgoing streams from `send` to their one end.
 
-It owns candidates, offers, slots and their order, announcements and the source's End. A slot that was announced is
-never given out again before the peer has confirmed it, has ended the stream, or the link is gone.
+It owns candidates, offers, slots and their order, announcements, the way on when a destination is lost in mid-stream,
+and the source's End. A slot that was announced is never given out again before the peer has confirmed it, has ended the
+stream, or the link is gone.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from collections.abc import Iterable, Sequence
 
 from kvstream import wire
 from kvstream.errors import (
+    Cancelled,
     ConfigError,
     DeadlineExceeded,
+    Fenced,
     KVStreamError,
     PeerLost,
     ProtocolError,
     Refused,
     from_code,
 )
-from kvstream.scheduler.commands import Accepted, Declined, Dial, Ended, Stage
+from kvstream.scheduler.commands import Accepted, Declined, Dial, Ended, Rerouted, Route, Stage
 from kvstream.scheduler.drain import MIN_RETRY_AFTER, DrainRate
 from kvstream.scheduler.links import Ending, Link
 from kvstream.scheduler.outbound import Outbound, Phase, SourceTurn
@@ -30,12 +33,15 @@ from kvstream.scheduler.turns import Turns
 
 __all__ = ["Source"]
 
+_ELSEWHERE = (Refused, Fenced, PeerLost)
+"""A destination that ends a stream for one of these is not able to go on with it, but another may be."""
+
 
 class Source:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._streams: dict[int, Outbound] = {}
-        self._names: set[str] = set()
+        self._names: dict[str, int] = {}
         self._outgoing: dict[str, Link] = {}
         self._connecting: dict[str, list[int]] = {}
         self._turns = Turns[SourceTurn](shared.config.share_weights)
@@ -97,6 +103,7 @@ class Source:
         share: str,
         metadata: bytes,
         retry: bool,
+        routable: bool,
     ) -> int:
         shared = self._shared
         shared.check_open()
@@ -125,10 +132,11 @@ class Source:
             metadata=metadata,
             age=shared.next_id(),
             retry=retry,
+            routable=routable,
         )
         self._drain.begun(now)
         self._streams[stream.key] = stream
-        self._names.add(name)
+        self._names[name] = stream.key
         shared.timers.arm(stream.expires, Timer.OUTBOUND, stream.key)
         self._try_next(now, stream)
         return stream.key
@@ -202,10 +210,67 @@ class Source:
         if self._outgoing.get(link.peer) is link:
             del self._outgoing[link.peer]
         for stream in list(link.outbound.values()):
-            if stream.phase is Phase.FINISHING:
-                self._end(now, stream, _in_doubt(error, stream), tell=False)
-            else:
+            if stream.accepted_by is None:
                 self._next_or_end(now, stream, error)
+            else:
+                self._lost(now, stream, error, doubt=stream.phase is Phase.FINISHING)
+
+    def silent(self, now: float, link: Link) -> None:
+        """A peer is silent for so long that those of its streams which can go elsewhere had better do."""
+        error = PeerLost(f"{link.peer} was silent for {self._shared.config.reroute_timeout} s (reroute_timeout)")
+        for stream in list(link.outbound.values()):
+            if stream.accepted_by is None:
+                if stream.candidates:
+                    self._detach(stream, tell=_fenced(stream, error))
+                    self._next_or_end(now, stream, error)
+            elif stream.others:
+                doubt = stream.phase is Phase.FINISHING
+                self._lost(now, stream, error, doubt=doubt, tell=_fenced(stream, error))
+            elif stream.routable and self._may_reroute(stream):
+                self._ask(stream)
+
+    # ------------------------------------------------------------------ orders, and a policy's answers
+
+    def reroute(self, now: float, name: str, candidates: Sequence[str]) -> None:
+        stream = self._streams.get(self._names.get(name, 0))
+        if stream is None:
+            raise ConfigError("stream", f"{name!r} is not being sent here")
+        wanted = [peer for peer in candidates if peer != stream.peer] or ([] if candidates else stream.others)
+        if not wanted:
+            if candidates:
+                raise ConfigError("to", f"stream {name} goes to {stream.peer} already")
+            raise Refused(f"stream {name}: there is no destination but {stream.peer}; name one (to=)")
+        if not self._may_reroute(stream):
+            raise Refused(f"stream {name} was rerouted {stream.reroutes} times already (max_reroutes)")
+        order = Cancelled(f"stream {name} is rerouted to {wanted[0]} by order")
+        stream.failed = [peer for peer in stream.failed if peer not in wanted]
+        stream.named = [*wanted, *(peer for peer in stream.named if peer not in wanted)]
+        if stream.accepted_by is None:
+            self._detach(stream, tell=_fenced(stream, order))
+            stream.candidates = [peer for peer in stream.named if peer not in stream.failed]
+            self._go_on(now, stream, order)
+        else:
+            doubt = stream.phase is Phase.FINISHING
+            self._lost(now, stream, order, doubt=doubt, tell=_fenced(stream, order), failed=False)
+
+    def routed(self, now: float, key: int, candidates: Sequence[str]) -> None:
+        stream = self._streams.get(key)
+        if stream is None or not stream.asking:
+            return
+        stream.asking = False
+        more = [peer for peer in candidates if peer not in (*stream.failed, *stream.tried, stream.peer)]
+        stream.named += [peer for peer in more if peer not in stream.named]
+        if stream.phase is Phase.ROUTING:
+            stream.candidates = more
+            self._go_on(now, stream, stream.why or PeerLost(f"{stream.peer} is lost"), ask=False)
+
+    def _ask(self, stream: Outbound) -> None:
+        if not stream.asking:
+            stream.asking = True
+            exclude = dict.fromkeys([*stream.failed, *stream.tried])
+            if stream.peer is not None:
+                exclude[stream.peer] = None
+            self._shared.commands.append(Route(stream.key, tuple(exclude)))
 
     # ------------------------------------------------------------------ reports on Stage
 
@@ -242,8 +307,10 @@ class Source:
         self._release(link, [command.slot])
 
     def _staging(self, command: Stage) -> Outbound | None:
+        """The stream of a Stage, unless it has ended or left that destination."""
         stream = self._streams.get(command.stream)
-        return stream if stream is not None and stream.epoch == command.epoch else None
+        there = stream is not None and stream.epoch == command.epoch and stream.accepted_by is not None
+        return stream if there else None
 
     # ------------------------------------------------------------------ frames
 
@@ -266,9 +333,9 @@ class Source:
         elif isinstance(frame, wire.Accept):
             if frame.first_token > stream.tokens:
                 raise ProtocolError(f"stream {stream.name}: accepted from token {frame.first_token} of {stream.tokens}")
-            stream.accepted(frame.first_token)
+            resent = stream.accepted(frame.first_token)
             stream.stepped = now
-            self._shared.commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch))
+            self._shared.commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch, resent))
             self._continue(stream)
         else:
             del link.outbound[stream.num]
@@ -277,7 +344,9 @@ class Source:
     def on_end(self, now: float, link: Link, frame: wire.End) -> None:
         ending = link.ending.get(frame.num)
         if ending is not None and ending.epoch == frame.epoch:
-            # Whether it answers our End or has crossed it: the peer reads no more.
+            # Whether it answers our End or has crossed it: the peer reads no more. If it is done, it is so in an epoch
+            # that does not count any more.
+            self._shared.counters.stale_frames += frame.code == "done"
             del link.ending[frame.num]
             self._release(link, ending.slots)
             return
@@ -293,7 +362,10 @@ class Source:
         self._shared.answer(link, frame)
         slots = [slot for _, slot in stream.in_flight]
         error = None if done else from_code(frame.code, frame.message)
-        self._end(now, stream, error, tell=False)
+        if isinstance(error, _ELSEWHERE) and stream.accepted_by is not None:
+            self._lost(now, stream, error)
+        else:
+            self._end(now, stream, error, tell=False)
         self._release(link, slots)
 
     def _on_link(self, link: Link, num: int, epoch: int) -> Outbound | None:
@@ -333,14 +405,74 @@ class Source:
         """This destination is out: on to the next candidate, to a pause before all are asked again, or to the end."""
         if stream.peer is not None:
             self._shared.commands.append(Declined(stream.peer, error))
-        if stream.retry and stream.peer is not None and isinstance(error, Refused) and error.retry_after is not None:
-            stream.refused(stream.peer, error.retry_after)
+            if not isinstance(error, Refused):
+                stream.failed.append(stream.peer)
+            elif stream.retry and error.retry_after is not None:
+                stream.refused(stream.peer, error.retry_after)
+        self._go_on(now, stream, error)
+
+    def _go_on(self, now: float, stream: Outbound, error: KVStreamError, *, ask: bool = True) -> None:
+        """Without a destination: try the next, pause, ask for more, or end with this error."""
         if stream.candidates:
             self._try_next(now, stream)
         elif stream.again and self._pause(now, stream):
             stream.stepped = now
+        elif ask and stream.routable and stream.reroutes:
+            stream.stepped = now
+            stream.leave(Phase.ROUTING)
+            stream.why = error
+            self._count(stream, None)
+            self._ask(stream)
         else:
             self._end(now, stream, about(error, stream.name), tell=False)
+
+    def _may_reroute(self, stream: Outbound) -> bool:
+        return stream.reroutes < self._shared.config.max_reroutes
+
+    def _lost(
+        self,
+        now: float,
+        stream: Outbound,
+        error: KVStreamError,
+        *,
+        doubt: bool = False,
+        tell: KVStreamError | None = None,
+        failed: bool = True,
+    ) -> None:
+        """The destination that had accepted a stream is out, for this reason: on to another, from layer 0, or to the
+        end. `doubt`: it may be done there; `tell`: what it is told; `failed`: it is not to be asked again."""
+        peer = stream.accepted_by
+        assert peer is not None
+        if failed:
+            self._shared.commands.append(Declined(peer, error))
+        if not self._may_reroute(stream) or not (stream.others or stream.routable):
+            if doubt:
+                stream.doubts.append(peer)
+                error = _in_doubt(error, stream)
+            self._end(now, stream, about(error, stream.name), tell=False)
+            return
+        epoch, link, staged = stream.epoch, stream.link, [ready.slot for ready in stream.staged.values()]
+        self._detach(stream, tell=tell)
+        stream.lost(peer, doubt=doubt, failed=failed)
+        self._shared.counters.reroutes += 1
+        self._shared.commands.append(Rerouted(stream.key, epoch, peer, about(error, stream.name)))
+        self._go_on(now, stream, error)
+        if link is not None and not link.dropping:
+            self._release(link, staged)
+
+    def _detach(self, stream: Outbound, *, tell: KVStreamError | None) -> None:
+        """Take a stream away from where it is. With `tell` the peer hears of it, and what it may be reading stays taken
+        until it answers."""
+        link = stream.link
+        if link is not None and tell is not None:
+            self._part(stream, link, tell)
+        elif link is not None:
+            link.outbound.pop(stream.num, None)
+        elif stream.phase is Phase.CONNECTING and stream.peer is not None:
+            self._connecting[stream.peer].remove(stream.key)
+        elif stream.phase is Phase.PAUSING:
+            self._shared.timers.cancel(Timer.RETRY, stream.key)
+        stream.asking = False
 
     def _pause(self, now: float, stream: Outbound) -> bool:
         """Wait before those who refused for now are asked again; False when the deadline leaves no time for that.
@@ -455,17 +587,22 @@ class Source:
         stay taken until it answers; those still being staged come back with the report on their Stage."""
         shared = self._shared
         del self._streams[stream.key]
-        self._names.remove(stream.name)
+        del self._names[stream.name]
         self._count(stream, None)
         self._drain.finished(now, 1, more=bool(self._streams))
         shared.timers.cancel(Timer.OUTBOUND, stream.key)
         shared.timers.cancel(Timer.RETRY, stream.key)
         connecting = stream.phase is Phase.CONNECTING
-        if tell and error is not None and stream.phase is Phase.FINISHING and stream.peer is not None:
-            error.in_doubt = (stream.peer,)
+        doubts = dict.fromkeys(stream.doubts)
+        if error is not None:
+            if tell and stream.phase is Phase.FINISHING and stream.peer is not None:
+                doubts[stream.peer] = None
+            error.in_doubt = tuple(doubts)
         stream.phase = Phase.ENDED
         stream.turn = None
-        shared.ended(Ended(stream.key, error, b"", stream.epoch, stream.peer, provisional=False))
+        shared.ended(
+            Ended(stream.key, error, b"", stream.epoch, stream.peer, provisional=False, in_doubt=tuple(doubts))
+        )
         link = stream.link
         if link is None:
             if tell and connecting and error is not None and len(self._unborn) < shared.config.max_streams:
@@ -506,9 +643,14 @@ def _check_offer(
 
 
 def _in_doubt(error: KVStreamError, stream: Outbound) -> KVStreamError:
+    """Of a stream that ends while its destination may be done."""
     mine = PeerLost(
         f"stream {stream.name}: everything was sent, but {stream.peer}'s decision did not come back: {error}"
     )
     mine.__cause__ = error.__cause__
-    mine.in_doubt = (stream.peer,) if stream.peer is not None else ()
     return mine
+
+
+def _fenced(stream: Outbound, why: KVStreamError) -> Fenced:
+    """What a destination is told whose epoch of a stream is over."""
+    return Fenced(f"epoch {stream.epoch} of stream {stream.name} is over, the stream goes elsewhere: {why}")

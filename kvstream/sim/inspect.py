@@ -82,6 +82,8 @@ def leftovers(runtime: Runtime) -> list[str]:
         found.append("blocks are still claimed by streams that write")
     if streams._offer_tasks:
         found.append(f"{len(streams._offer_tasks)} offer handlers are running")
+    if streams._route_tasks:
+        found.append(f"{len(streams._route_tasks)} routing policies are being asked")
     if core.counters.protocol_errors or streams.links.frames_refused:
         found.append(f"{core.counters.protocol_errors + streams.links.frames_refused} protocol errors were counted")
     for link in streams.links._links.values():

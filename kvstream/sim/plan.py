@@ -109,7 +109,9 @@ class StreamPlan(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int = 1
     gap: float = 0.0
     growing: bool = False
-    action: Literal["run", "cancel", "abandon", "fail"] = "run"
+    action: Literal["run", "cancel", "abandon", "fail", "reroute"] = "run"
+    order: tuple[str, ...] = ()
+    """Where a `reroute` orders it; empty: to another of its candidates."""
     action_after: int = 1
     action_at: float = 0.0
     share: str = ""
@@ -223,6 +225,8 @@ def generate(seed: int, *, workers: int, streams: int, faults: Profile | Schedul
         close_wait=1.0,
         beat_interval=rng.choice((0.1, 0.25)),
         stall_timeout=rng.choice((0.5, 1.5)),
+        reroute_timeout=rng.choice((0.3, 1.0)),
+        max_reroutes=rng.choice((8, 8, 1)),
         idle_timeout=rng.choice((0.5, 2.0)),
         lease_ttl=2,
     )
@@ -295,7 +299,7 @@ def _stream(seed: int, n: int, span: float, sources: Sequence[str], targets: Seq
     others = [name for name in targets if name != source]
     first = others[int(len(others) * rng.random() ** 2)]
     others.remove(first)
-    to = (first, *rng.sample(others, min(len(others), rng.choice((0, 0, 0, 1, 2)))))
+    to = (first, *rng.sample(others, min(len(others), rng.choice((0, 0, 1, 2, 3)))))
     first_token = rng.choice((0, 0, 0, rng.randint(0, tokens)))
     pause = rng.choice((0.0, 0.0, rng.expovariate(20)))
     receivers: tuple[Receiver, ...] = ()
@@ -322,7 +326,8 @@ def _stream(seed: int, n: int, span: float, sources: Sequence[str], targets: Seq
         chunks=rng.choice((1, 1, 2, 3)),
         gap=rng.choice((0.0, 0.002, rng.expovariate(20), rng.uniform(0.03, 0.3))),
         growing=rng.random() < 0.2,
-        action=rng.choices(("run", "cancel", "abandon", "fail"), (70, 13, 13, 4))[0],
+        action=rng.choices(("run", "reroute", "cancel", "abandon", "fail"), (60, 14, 11, 11, 4))[0],
+        order=tuple(rng.sample(others, min(len(others), rng.choice((0, 1, 2))))),
         action_after=rng.choice((1, rng.randint(1, 3 * LAYOUT.layers))),
         action_at=rng.choice((rng.expovariate(2e4), rng.expovariate(200), rng.expovariate(3))),
         share=rng.choice(("", "", "gold", "iron")),

@@ -610,7 +610,7 @@ async def test_closing_a_runtime_ends_its_streams_on_both_sides(cluster: Cluster
             await destination.aclose()
             with pytest.raises(Cancelled, match="closing"):
                 await rx.done()
-            with pytest.raises(Cancelled, match="closing"):
+            with pytest.raises(Refused, match="closing"):  # elsewhere it might still go
                 await tx._report()
     with pytest.raises(Cancelled):
         streams.core.receive(0.0, "x", tokens=1, deadline=1)
