@@ -86,7 +86,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_pending_tokens: int = 1 << 24
     """The same, in tokens of all offers that wait. A single offer may be larger."""
     max_reroutes: int = 8
-    """How often a stream is taken away from a destination that has accepted it, to go on elsewhere."""
+    """How often a stream that was accepted goes on after a loss: elsewhere, or by a new connection."""
     offer_wait: float = 10.0
     """How long an offer waits for an answer before it is refused."""
     reservation_timeout: float = 60.0
@@ -111,6 +111,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     reroute_timeout: float = 1.0
     """A destination that was silent for this long loses its streams to others, where there are any. The connection, and
     streams that can go nowhere else, are given up only after stall_timeout."""
+    resume_timeout: float = 1.0
+    """After the loss of a connection: how long a destination keeps what it has of a stream for its source to come back
+    and go on, and how long a source tries that while nobody answers."""
     idle_timeout: float = 120.0
     """A connection without streams is closed by its source after this time."""
 

@@ -146,6 +146,12 @@ class Links:
         for link in list(self._links.values()):
             if link.peer == peer and link.up and link.incarnation != incarnation:
                 self._close(link, PeerLost(f"{peer} was replaced by a newer incarnation"))
+        self._driver.core.replaced(self._driver.now(), peer, incarnation)
+        self._driver.pump()
+
+    def left(self, peer: str) -> None:
+        """The registry knows `peer` no more: whoever lost it need not wait for it. Connections that hold stay."""
+        self._driver.core.replaced(self._driver.now(), peer, None)
         self._driver.pump()
 
     def accepted(self, connection: Connection) -> None:
@@ -174,21 +180,30 @@ class Links:
 
     async def _dial(self, peer: str) -> None:
         now = self._driver.now
+        silent = False
         try:
             async with asyncio.timeout(self._config.connect_timeout):
                 link, slots = await self._connect(peer)
         except TimeoutError:
+            silent = True
             error: KVStreamError = PeerLost(f"{peer} did not answer within {self._config.connect_timeout} s")
         except KVStreamError as failure:
             error = failure
         else:
             one, several = self._chunk_blocks(link.connection)
             self._driver.core.link_up(
-                now(), link.id, peer, outgoing=True, slots=slots, slot_blocks=one, group_blocks=several
+                now(),
+                link.id,
+                peer,
+                outgoing=True,
+                slots=slots,
+                slot_blocks=one,
+                group_blocks=several,
+                incarnation=link.incarnation,
             )
             self._driver.pump()
             return
-        self._failed(peer, error)
+        self._failed(peer, error, silent=silent)
 
     def _dialed(self, peer: str, task: asyncio.Task[None]) -> None:
         """A bug in dialing, or a missing right, must not leave streams waiting for their deadline."""
@@ -197,9 +212,9 @@ class Links:
             failure.__cause__ = error
             self._failed(peer, failure)
 
-    def _failed(self, peer: str, error: KVStreamError) -> None:
+    def _failed(self, peer: str, error: KVStreamError, *, silent: bool = False) -> None:
         self._log.info("no connection", peer=peer, code=error.code, why=str(error))
-        self._driver.core.link_failed(self._driver.now(), peer, error)
+        self._driver.core.link_failed(self._driver.now(), peer, error, silent=silent)
         self._driver.pump()
 
     async def _connect(self, peer: str) -> tuple[_Link, int]:
@@ -326,7 +341,13 @@ class Links:
         self._send(link, [wire.Welcome(version, mine.worker, mine.incarnation, proof, lane, answer)])
         self._log.info("accepted", peer=link.peer, lane=lane)
         self._driver.core.link_up(
-            self._driver.now(), link.id, link.peer, outgoing=False, slots=connection.slots, slot_blocks=0
+            self._driver.now(),
+            link.id,
+            link.peer,
+            outgoing=False,
+            slots=connection.slots,
+            slot_blocks=0,
+            incarnation=link.incarnation,
         )
         self._driver.pump()
 

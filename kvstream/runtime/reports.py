@@ -63,7 +63,8 @@ class RuntimeStats(msgspec.Struct, frozen=True, kw_only=True):
     `streams` are the live ones: what each waits for, and how long. `offers_waiting` and `tokens_waiting` are offers
     that nobody has answered yet, and their tokens in all. `staging_used` includes `staging_quarantined`, which
     `quarantined` breaks down by peer. `reroutes` counts how often a stream was taken away from a destination that had
-    accepted it, `ended` streams by the code of their end ("done" or an error's), both directions.
+    accepted it, `resumes` how often one went on with the destination that it had, by a new connection, and `ended`
+    streams by the code of their end ("done" or an error's), both directions.
     """
 
     streams: tuple[StreamState, ...]
@@ -76,6 +77,7 @@ class RuntimeStats(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: tuple[Quarantine, ...]
     offers_refused: int
     reroutes: int
+    resumes: int
     stalls: int
     stale_frames: int
     protocol_errors: int

@@ -225,6 +225,7 @@ class Runtime:
                     streams.links.replaced(change.record.id, change.record.incarnation)
                 elif isinstance(change, Left):
                     streams.peers.left(change.record.id)
+                    streams.links.left(change.record.id)
 
     def _on_fenced(self, error: Fenced) -> None:
         """Another incarnation holds our name: nothing new may start here, and what runs must end."""
@@ -282,6 +283,7 @@ class Runtime:
             quarantined=tuple(streams.links.quarantined()),
             offers_refused=counters.offers_refused,
             reroutes=counters.reroutes,
+            resumes=counters.resumes,
             stalls=counters.stalls,
             stale_frames=counters.stale_frames,
             protocol_errors=counters.protocol_errors,

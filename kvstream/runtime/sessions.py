@@ -136,7 +136,8 @@ class _Stream:
         self._peer = command.peer
         self._epoch = command.epoch
         self._lane = lane
-        self.moved_bytes = 0
+        if not command.resumed:
+            self.moved_bytes = 0
 
     def on_ended(self, command: Ended) -> None:
         self._end = command

@@ -73,7 +73,8 @@ class Stage:
 class Move:
     """Destination: bring the chunk's bytes into the blocks [first, first+count) of the stream's table, in `layers`
     layers from `layer` on. Report `moving` when it is begun; then `moved` or `move_failed`. If the stream has ended in
-    the meantime its memory must not be touched, but the reports are due all the same. `num` is the stream's number on
+    the meantime its memory must not be touched, but the reports are due all the same, also when the link is lost: not
+    before nothing is on its way into the blocks any more. `num` is the stream's number on
     its link."""
 
     link: int
@@ -124,12 +125,14 @@ class Accepted:
     link: int
     epoch: int
     resent: int = 0
+    resumed: bool = False
+    """It is the one that had the stream before, which goes on where it was."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rerouted:
-    """Source: a stream that `peer` had accepted under `epoch` is taken away from it, for this reason, and goes on
-    elsewhere: the next Accepted says where."""
+    """Source: a stream that `peer` had accepted under `epoch` is there no more, for this reason, and goes on: the next
+    Accepted says where."""
 
     stream: int
     epoch: int

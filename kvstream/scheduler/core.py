@@ -233,19 +233,24 @@ class Scheduler:
         slots: int,
         slot_blocks: int,
         group_blocks: int = 0,
+        incarnation: str = "",
     ) -> None:
-        """A connection is established. `slot_blocks`: how many blocks of one layer fit into a slot; `group_blocks`: up
-        to how many blocks in all layers that are ready together share a chunk."""
+        """A connection with this incarnation of a peer is established. `slot_blocks`: how many blocks of one layer fit
+        into a slot; `group_blocks`: up to how many blocks in all layers that are ready together share a chunk."""
         stream_slots = math.ceil(slots * self._config.stream_share)
-        link = Link(link_id, peer, outgoing, slots, slot_blocks, group_blocks, stream_slots)
+        link = Link(link_id, peer, outgoing, slots, slot_blocks, group_blocks, stream_slots, incarnation)
         self._shared.links[link_id] = link
         if outgoing:
             self._shared.timers.arm(now + self._config.idle_timeout, Timer.IDLE, link_id)
             self._source.link_up(now, link)
 
-    def link_failed(self, now: float, peer: str, error: KVStreamError) -> None:
-        """A Dial came to nothing."""
-        self._source.link_failed(now, peer, error)
+    def link_failed(self, now: float, peer: str, error: KVStreamError, *, silent: bool = False) -> None:
+        """A Dial came to nothing; `silent`: nobody said no, nobody answered in time."""
+        self._source.link_failed(now, peer, error, silent=silent)
+
+    def replaced(self, now: float, peer: str, incarnation: str | None) -> None:
+        """The peer is this incarnation now, or gone (None): none before it will come back to its streams."""
+        self._destination.replaced(now, peer, incarnation)
 
     def link_lost(self, now: float, link_id: int, error: KVStreamError) -> None:
         """A connection is gone, whoever closed it. Its slots are gone with it."""
@@ -325,16 +330,12 @@ class Scheduler:
 
     def moved(self, now: float, command: Move) -> None:
         """A Move was performed and its bytes are valid, or its stream has ended and nothing was touched."""
-        link = self._shared.links.get(command.link)
-        if link is not None:
-            self._destination.moved(now, link, command)
+        self._destination.moved(now, self._shared.links.get(command.link), command)
 
     def move_failed(self, now: float, command: Move, error: KVStreamError) -> None:
         """The chunk's bytes could not be had or are not to be believed. PeerLost: as with `stage_failed`. Recalled: the
         source's End will say why."""
-        link = self._shared.links.get(command.link)
-        if link is not None and not isinstance(error, PeerLost):
-            self._destination.move_failed(now, link, command, error)
+        self._destination.move_failed(now, self._shared.links.get(command.link), command, error)
 
     # ------------------------------------------------------------------ time
 
@@ -346,6 +347,8 @@ class Scheduler:
                     self._source.expired(now, key)
                 case Timer.INBOUND, key:
                     self._destination.expired(now, key)
+                case Timer.RESUME, key:
+                    self._destination.not_resumed(now, key)
                 case Timer.RETRY, key:
                     self._source.ask_again(now, key)
                 case Timer.RESERVATION, key:
@@ -372,6 +375,7 @@ class Scheduler:
         stall = f"{self._config.stall_timeout} s (stall_timeout)"
         ending = link.oldest_ending
         if link.silent > self._patience:
+            link.mute = True
             shared.drop(link, PeerLost(f"{link.peer} was silent for {stall}"))
         elif ending is not None and link.beats - ending.since > self._patience:
             shared.drop(link, PeerLost(f"the end of a stream shared with {link.peer} was not answered for {stall}"))

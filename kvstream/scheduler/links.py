@@ -43,6 +43,8 @@ class Link:
     group_blocks: int
     stream_slots: int
     """Source: how many of the slots one stream may hold."""
+    incarnation: str = ""
+    """Of the peer: only to the same may a stream come back."""
     free: list[int] = field(default_factory=list[int])
     outbound: dict[int, Outbound] = field(default_factory=dict[int, Outbound])
     inbound: dict[int, Inbound] = field(default_factory=dict[int, Inbound])
@@ -61,6 +63,8 @@ class Link:
     spoke: bool = False
     """Whether something was sent since the last beat."""
     dropping: bool = False
+    mute: bool = False
+    """Whether it was given up for the peer's silence."""
     progress: int = 0
     """The beat in which a slot was last given back, or taken while all were free; a read was ended, or the first one
     begun."""

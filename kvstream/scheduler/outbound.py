@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvstream.errors import ConfigError, KVStreamError
+from kvstream.errors import ConfigError, KVStreamError, ProtocolError
 from kvstream.scheduler.fairness import Group, Order
 from kvstream.scheduler.stats import WaitsFor
 from kvstream.wire import Ready
@@ -123,6 +123,13 @@ class Outbound:
     """Destinations that it left when they may have finished it."""
     why: KVStreamError | None = None
     """Why it left the last one."""
+    incarnation: str = ""
+    """Of the destination that has accepted it."""
+    resumes: int = 0
+    """The epoch that is to go on by a new connection to the destination that had it; 0: none is."""
+    was_finishing: bool = False
+    """With `resumes`: it was FINISHING in that epoch."""
+    resume_until: float = 0.0
     phase: Phase = Phase.CONNECTING
     epoch: int = 0
     peer: str | None = None
@@ -213,8 +220,13 @@ class Outbound:
 
     @property
     def accepted_by(self) -> str | None:
-        """The destination that has it."""
-        return self.peer if self.phase in (Phase.STREAMING, Phase.FINISHING) else None
+        """The destination that has it, or had it until the connection was lost and may go on with it."""
+        return self.peer if self.resumes or self.phase in (Phase.STREAMING, Phase.FINISHING) else None
+
+    @property
+    def maybe_done(self) -> bool:
+        """Whether that destination may have finished it."""
+        return self.was_finishing if self.resumes else self.phase is Phase.FINISHING
 
     @property
     def others(self) -> list[str]:
@@ -234,6 +246,34 @@ class Outbound:
             self.candidates.append(peer)
         self.again = []
         self.tried = []
+        self.resumes = 0
+
+    def come_back(self, why: KVStreamError, until: float) -> None:
+        """The connection to the destination is lost: begin a new epoch with the same."""
+        assert self.peer is not None
+        if not self.resumes:
+            self.was_finishing = self.phase is Phase.FINISHING
+            self.resumes, self.why, self.resume_until = self.epoch, why, until
+        self.offer_to(self.peer)
+
+    def resumed(self, have: list[int]) -> int:
+        """The destination goes on: what it does not have becomes pending. Returns of how many layers something that had
+        been announced before is announced again. Raises ProtocolError for what it can't have."""
+        valid = len(have) == self.layers and all(
+            self.first_block <= n <= max(self.first_block, reached)
+            for n, reached in zip(have, self.reached, strict=True)
+        )
+        if not valid:
+            raise ProtocolError(f"stream {self.name}: resumed with {have} blocks; {self.reached} were announced")
+        self.phase = Phase.STREAMING
+        self.tried = []
+        self.resumes = 0
+        self.reroutes += 1
+        for layer, done in enumerate(self.watermark):
+            first, stop = have[layer], self._whole_blocks(done)
+            if first < stop:
+                self.pending.append(Piece(layer, first, stop))
+        return sum(n < reached for n, reached in zip(have, self.reached, strict=True))
 
     def refused(self, peer: str, retry_after: float) -> None:
         """A candidate said no for now."""

@@ -193,17 +193,24 @@ class Source:
         self._outgoing[link.peer] = link
         for key in self._connecting.pop(link.peer, []):
             if (stream := self._streams.get(key)) is not None:
-                self._offer(now, stream, link)
+                self._reach(now, stream, link)
             elif (unborn := self._unborn.pop(key, None)) is not None:
                 stream, error = unborn
                 self._offer(now, stream, link)
                 self._part(stream, link, error)
 
-    def link_failed(self, now: float, peer: str, error: KVStreamError) -> None:
+    def link_failed(self, now: float, peer: str, error: KVStreamError, *, silent: bool) -> None:
         for key in self._connecting.pop(peer, []):
             self._unborn.pop(key, None)
-            if (stream := self._streams.get(key)) is not None:
+            stream = self._streams.get(key)
+            if stream is None:
+                continue
+            if stream.accepted_by is None:
                 self._next_or_end(now, stream, error)
+            elif silent and not stream.others and self._may_come_back(now, stream, error):
+                self._connect(now, stream)
+            else:
+                self._lost(now, stream, stream.why or error)
 
     def link_lost(self, now: float, link: Link, error: KVStreamError) -> None:
         self._turns.forget(link.id)
@@ -212,8 +219,10 @@ class Source:
         for stream in list(link.outbound.values()):
             if stream.accepted_by is None:
                 self._next_or_end(now, stream, error)
+            elif self._may_come_back(now, stream, error) and not (link.mute and stream.others):
+                self._come_back(now, stream, error)
             else:
-                self._lost(now, stream, error, doubt=stream.phase is Phase.FINISHING)
+                self._lost(now, stream, error)
 
     def silent(self, now: float, link: Link) -> None:
         """A peer is silent for so long that those of its streams which can go elsewhere had better do."""
@@ -224,8 +233,7 @@ class Source:
                     self._detach(stream, tell=_fenced(stream, error))
                     self._next_or_end(now, stream, error)
             elif stream.others:
-                doubt = stream.phase is Phase.FINISHING
-                self._lost(now, stream, error, doubt=doubt, tell=_fenced(stream, error))
+                self._lost(now, stream, error, tell=_fenced(stream, error))
             elif stream.routable and self._may_reroute(stream):
                 self._ask(stream)
 
@@ -250,8 +258,7 @@ class Source:
             stream.candidates = [peer for peer in stream.named if peer not in stream.failed]
             self._go_on(now, stream, order)
         else:
-            doubt = stream.phase is Phase.FINISHING
-            self._lost(now, stream, order, doubt=doubt, tell=_fenced(stream, order), failed=False)
+            self._lost(now, stream, order, tell=_fenced(stream, order), failed=False)
 
     def routed(self, now: float, key: int, candidates: Sequence[str]) -> None:
         stream = self._streams.get(key)
@@ -333,13 +340,28 @@ class Source:
         elif isinstance(frame, wire.Accept):
             if frame.first_token > stream.tokens:
                 raise ProtocolError(f"stream {stream.name}: accepted from token {frame.first_token} of {stream.tokens}")
-            resent = stream.accepted(frame.first_token)
-            stream.stepped = now
-            self._shared.commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch, resent))
-            self._continue(stream)
+            self._accepted(now, link, stream, frame)
+        elif stream.accepted_by is not None:
+            why = stream.why or PeerLost(f"{stream.peer} has lost stream {stream.name}: {frame.message}")
+            self._lost(now, stream, why)
         else:
             del link.outbound[stream.num]
             self._next_or_end(now, stream, from_code(frame.code, frame.message, retry_after=frame.retry_after))
+
+    def _accepted(self, now: float, link: Link, stream: Outbound, frame: wire.Accept) -> None:
+        commands = self._shared.commands
+        resumed = stream.resumes
+        if resumed:
+            resent = stream.resumed(frame.have)
+            self._shared.counters.resumes += 1
+            why = stream.why or PeerLost(f"{stream.peer} was lost")
+            commands.append(Rerouted(stream.key, resumed, link.peer, about(why, stream.name)))
+        else:
+            resent = stream.accepted(frame.first_token)
+            stream.incarnation = link.incarnation
+        stream.stepped = now
+        commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch, resent, resumed > 0))
+        self._continue(stream)
 
     def on_end(self, now: float, link: Link, frame: wire.End) -> None:
         ending = link.ending.get(frame.num)
@@ -355,7 +377,7 @@ class Source:
             self._shared.answer(link, frame)
             return
         done = frame.code == "done"
-        if (done or frame.answer) and stream.phase is not Phase.FINISHING:
+        if (done or frame.answer) and not stream.maybe_done:
             raise ProtocolError(f"stream {stream.name}: an answer to an end that was never sent")
         if done and frame.answer:
             raise ProtocolError(f"stream {stream.name}: an answer in place of a decision")
@@ -363,7 +385,7 @@ class Source:
         slots = [slot for _, slot in stream.in_flight]
         error = None if done else from_code(frame.code, frame.message)
         if isinstance(error, _ELSEWHERE) and stream.accepted_by is not None:
-            self._lost(now, stream, error)
+            self._lost(now, stream, error, heard=True)
         else:
             self._end(now, stream, error, tell=False)
         self._release(link, slots)
@@ -382,14 +404,38 @@ class Source:
         stream.offer_to(peer)
         self._count(stream, peer)
         stream.stepped = now
+        self._connect(now, stream)
+
+    def _connect(self, now: float, stream: Outbound) -> None:
+        peer = stream.peer
+        assert peer is not None
         link = self._outgoing.get(peer)
         if link is not None and not link.dropping:
-            self._offer(now, stream, link)
+            self._reach(now, stream, link)
         elif peer in self._connecting:
             self._connecting[peer].append(stream.key)
         else:
             self._connecting[peer] = [stream.key]
             self._shared.commands.append(Dial(peer))
+
+    def _reach(self, now: float, stream: Outbound, link: Link) -> None:
+        """There is a connection with the stream's peer."""
+        if stream.resumes and link.incarnation != stream.incarnation:
+            self._lost(now, stream, PeerLost(f"{link.peer} was replaced by a newer incarnation"))
+        else:
+            self._offer(now, stream, link)
+
+    def _may_come_back(self, now: float, stream: Outbound, error: KVStreamError) -> bool:
+        """Whether the destination that had a stream may still have what it had of it, and go on."""
+        in_time = not stream.resumes or now < stream.resume_until
+        open_ = self._shared.closed is None and stream.layers <= wire.MAX_RESUMED
+        return open_ and in_time and isinstance(error, PeerLost) and self._may_reroute(stream)
+
+    def _come_back(self, now: float, stream: Outbound, error: KVStreamError) -> None:
+        """Go on with the destination that had a stream, by a new connection."""
+        stream.come_back(error, now + self._shared.config.resume_timeout)
+        stream.stepped = now
+        self._connect(now, stream)
 
     def _count(self, stream: Outbound, peer: str | None) -> None:
         """Count a stream among those of this peer, and no longer of another."""
@@ -435,23 +481,27 @@ class Source:
         stream: Outbound,
         error: KVStreamError,
         *,
-        doubt: bool = False,
+        heard: bool = False,
         tell: KVStreamError | None = None,
         failed: bool = True,
     ) -> None:
         """The destination that had accepted a stream is out, for this reason: on to another, from layer 0, or to the
-        end. `doubt`: it may be done there; `tell`: what it is told; `failed`: it is not to be asked again."""
-        peer = stream.accepted_by
+        end. `heard`: it has said so itself; `tell`: what it is told; `failed`: it is not to be asked again."""
+        peer, doubt = stream.accepted_by, stream.maybe_done and not heard
         assert peer is not None
+        if stream.phase is Phase.CONNECTING:
+            stream.epoch -= 1  # it was meant for the same peer, and never offered
         if failed:
             self._shared.commands.append(Declined(peer, error))
         if not self._may_reroute(stream) or not (stream.others or stream.routable):
             if doubt:
                 stream.doubts.append(peer)
                 error = _in_doubt(error, stream)
+            stream.resumes = 0
             self._end(now, stream, about(error, stream.name), tell=False)
             return
-        epoch, link, staged = stream.epoch, stream.link, [ready.slot for ready in stream.staged.values()]
+        epoch = stream.resumes or stream.epoch
+        link, staged = stream.link, [ready.slot for ready in stream.staged.values()]
         self._detach(stream, tell=tell)
         stream.lost(peer, doubt=doubt, failed=failed)
         self._shared.counters.reroutes += 1
@@ -469,7 +519,9 @@ class Source:
         elif link is not None:
             link.outbound.pop(stream.num, None)
         elif stream.phase is Phase.CONNECTING and stream.peer is not None:
-            self._connecting[stream.peer].remove(stream.key)
+            keys = self._connecting.get(stream.peer, [])
+            if stream.key in keys:
+                keys.remove(stream.key)
         elif stream.phase is Phase.PAUSING:
             self._shared.timers.cancel(Timer.RETRY, stream.key)
         stream.asking = False
@@ -512,6 +564,7 @@ class Source:
             stream.priority,
             stream.metadata,
             stream.group[0],
+            stream.resumes,
         )
         self._shared.transmit(link, frame)
 
@@ -595,7 +648,7 @@ class Source:
         connecting = stream.phase is Phase.CONNECTING
         doubts = dict.fromkeys(stream.doubts)
         if error is not None:
-            if tell and stream.phase is Phase.FINISHING and stream.peer is not None:
+            if tell and stream.maybe_done and stream.peer is not None:
                 doubts[stream.peer] = None
             error.in_doubt = tuple(doubts)
         stream.phase = Phase.ENDED

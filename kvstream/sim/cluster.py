@@ -440,7 +440,12 @@ class Cluster:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.world = World()
-        self.ledger = Ledger(lambda: self.world.now, layers=scenario.layout.layers, touched=self._touched)
+        self.ledger = Ledger(
+            lambda: self.world.now,
+            layers=scenario.layout.layers,
+            touched=self._touched,
+            resume_timeout=scenario.config.resume_timeout,
+        )
         conditions = Conditions(bandwidth=scenario.bandwidth, leisure=scenario.leisure, hiccups=scenario.hiccups)
         self.network = Network(self.world, conditions, observe=self.ledger.note)
         self.board = Switchboard(self.network, scenario.seed, guard=self._guard)

@@ -70,8 +70,14 @@ class Ledger:
     names the faults up to time t that may have had to do with workers a and b."""
 
     def __init__(
-        self, now: Callable[[], float], *, layers: int, touched: Callable[[str, str, float], list[Fault]]
+        self,
+        now: Callable[[], float],
+        *,
+        layers: int,
+        touched: Callable[[str, str, float], list[Fault]],
+        resume_timeout: float = 0.0,
     ) -> None:
+        self._resume_timeout = resume_timeout
         self._now = now
         self._layers = layers
         self._touched = touched
@@ -210,7 +216,7 @@ class Ledger:
         faults = self._touched(source.worker, side.worker, max(source.ended, side.ended))
         if source.code == "dead" and side.peer == f"{source.worker}/0":
             kills = [fault for fault in faults if fault.kind == "kill" and fault.who == (source.worker,)]
-            if len(kills) == len(faults) and side.ended > source.ended + _KILL_SHOWS:
+            if len(kills) == len(faults) and side.ended > source.ended + _KILL_SHOWS + self._resume_timeout:
                 self.violation(
                     f"{_name(side)} took {side.ended - source.ended:.3f} s to see that its source was killed"
                 )

@@ -136,7 +136,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     | `slow`          | each of its callbacks takes `value` seconds                                               |
     | `lag`           | messages and bytes from and to it take `value` times as long                              |
     | `cut`           | no way between `who` and `other` (empty: everybody else; "broker" is a name too)          |
-    | `break`         | every connection of `who[0]`, or only those with `who[1]` if it is named, is lost         |
+    | `break`         | every connection of `who[0]`, or only those with `who[1]` if it is named, is lost;        |
+    |                 | with `value` again after so many seconds each, as long as it lasts                        |
     | `broker_down`   | the broker restarts; `flag`: it has forgotten its leases                                  |
     | `broker_freeze` | the broker is stopped                                                                     |
     | `broker_late`   | events of leases come up to `value` seconds late, half of them twice                      |
@@ -227,6 +228,7 @@ def generate(seed: int, *, workers: int, streams: int, faults: Profile | Schedul
         stall_timeout=rng.choice((0.5, 1.5)),
         reroute_timeout=rng.choice((0.3, 1.0)),
         max_reroutes=rng.choice((8, 8, 1)),
+        resume_timeout=rng.choice((1.0, 0.3, 0.05)),
         idle_timeout=rng.choice((0.5, 2.0)),
         lease_ttl=2,
     )
@@ -432,7 +434,8 @@ def _fault(seed: int, profile: Profile, span: float, workers: Sequence[str]) -> 
             lasts = 0.0
         case "break":
             who = tuple(rng.sample(workers, rng.choice((1, 1, 2))))
-            lasts = 0.0
+            value = rng.choice((0.0, rng.uniform(0.001, 0.05)))
+            lasts = min(lasts, 1.0) if value else 0.0
         case "broker_down" | "broker_freeze" | "broker_late":
             who = ()
             value = rng.choice((0.01, 0.3, 1.0)) if kind == "broker_late" else 0.0

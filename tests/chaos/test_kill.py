@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+from msgspec.structs import replace
 
 from kvstream import KVPool, PeerLost, Runtime
 from kvstream.discovery import EmbeddedServer
@@ -78,6 +79,7 @@ async def test_destination_killed(server: EmbeddedServer, way: str) -> None:
 @pytest.mark.parametrize("way", list(WAYS))
 async def test_source_killed(server: EmbeddedServer, way: str) -> None:
     lane, config = WAYS[way]
+    config = replace(config, resume_timeout=0.01)  # how long it waits for the source to come back
     rng = random.Random(way)
     took: list[float] = []
     pool = KVPool.allocate(LAYOUT, blocks=BLOCKS)

@@ -222,21 +222,7 @@ def _decided_too_early() -> Any:
 
 def _doubt_forgotten() -> Any:
     """A destination that may have finished a stream is left, and that is not told."""
-    original = Source._lost
-
-    def lost(
-        self: Source,
-        now: float,
-        stream: Outbound,
-        error: KVStreamError,
-        *,
-        doubt: bool = False,
-        tell: KVStreamError | None = None,
-        failed: bool = True,
-    ) -> None:
-        original(self, now, stream, error, tell=tell, failed=failed)
-
-    return _replace(Source, "_lost", lost)
+    return patch.object(Outbound, "maybe_done", property(lambda self: False))
 
 
 def _epoch_not_bumped() -> Any:
@@ -283,6 +269,36 @@ def _old_gather_counts() -> Any:
         return self._streams.get(command.stream)
 
     return _replace(Source, "_staging", staging)
+
+
+def _gap_forgotten() -> Any:
+    """A destination that keeps a stream takes what was announced for what is in place."""
+    original = Inbound.suspend
+
+    def suspend(self: Inbound, why: KVStreamError) -> None:
+        expected = list(self.expected)
+        original(self, why)
+        self.expected = expected
+
+    return _replace(Inbound, "suspend", suspend)
+
+
+def _block_skipped() -> Any:
+    """A stream that is resumed goes on one block too far."""
+    original = Outbound.resumed
+
+    def resumed(self: Outbound, have: list[int]) -> int:
+        again = original(self, have)
+        for piece in self.pending:
+            piece.first = min(piece.first + 1, piece.stop - 1)
+        return again
+
+    return _replace(Outbound, "resumed", resumed)
+
+
+def _suspended_for_ever() -> Any:
+    """A destination waits for a source that does not come back until the stream's deadline."""
+    return _deadline_of(Timer.RESUME)
 
 
 def _deadline_of(kind: Timer) -> Any:
@@ -413,7 +429,10 @@ MUTANTS = (
     Mutant("epoch not bumped", _epoch_not_bumped, (0,), "two decoders"),
     Mutant("announced only once", _announced_only_once, (0,), "were due"),
     Mutant("late decision believed", _late_decision_believed, (0,)),
-    Mutant("old gather counts", _old_gather_counts, (0,)),
+    Mutant("old gather counts", _old_gather_counts, (2,), "are free or in use"),
+    Mutant("gap forgotten", _gap_forgotten, (0,)),
+    Mutant("block skipped by a resume", _block_skipped, (0,), "were due"),
+    Mutant("suspended for ever", _suspended_for_ever, (0,), "has no bound"),
     Mutant("source without deadline", _source_without_deadline, (0,), "has no bound"),
     Mutant("destination without deadline", _destination_without_deadline, (0,), "has no bound"),
     Mutant("partial blocks sent", _partial_blocks_sent, (2,), "wrong bytes"),

@@ -392,11 +392,13 @@ async def test_deadlines_on_both_sides(cluster: Cluster) -> None:
 
 
 async def test_peer_lost_on_both_sides(cluster: Cluster) -> None:
-    source, destination = await pair(cluster)
+    source = await cluster.worker("prefill-0", roles=("prefill",))
+    destination = await cluster.worker("decode-0", config=RuntimeConfig(resume_timeout=0.05))
     async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
         async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
             tx.layer_ready(0)
             await rx._until(0)
+            cluster.cut_off(destination)
             cluster.network.break_link(cluster.network.connections[0])
             with pytest.raises(PeerLost, match="decode-0"):
                 await tx._report()
@@ -411,7 +413,9 @@ async def test_peer_lost_on_both_sides(cluster: Cluster) -> None:
 
 
 async def test_destination_lost_in_mid_stream_goes_to_the_next(cluster: Cluster) -> None:
-    source, first = await pair(cluster)
+    source = await cluster.worker("prefill-0", roles=("prefill",))
+    fill(source.pool, 1)
+    first = await cluster.worker("decode-0", config=RuntimeConfig(resume_timeout=0.05))
     second = await cluster.worker("decode-1")
     async with first.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx1:
         async with second.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx2:
@@ -419,6 +423,7 @@ async def test_destination_lost_in_mid_stream_goes_to_the_next(cluster: Cluster)
                 tx.layer_ready(0)
                 tx.layer_ready(1)
                 await rx1._until(1)
+                cluster.cut_off(first)
                 cluster.network.break_link(cluster.network.connections[0])
                 with pytest.raises(PeerLost):
                     await rx1.done()
@@ -433,13 +438,14 @@ async def test_destination_lost_in_mid_stream_goes_to_the_next(cluster: Cluster)
 
 async def test_a_frozen_peer_ends_by_the_stall_timeout(cluster: Cluster) -> None:
     """In progress for ever, because the peer is frozen (nixl PR 2047): the stall time-out ends both sides."""
-    config = RuntimeConfig(slots=4, slot_bytes=1024, beat_interval=0.02, stall_timeout=0.1)
+    config = RuntimeConfig(slots=4, slot_bytes=1024, beat_interval=0.02, stall_timeout=0.1, resume_timeout=0.05)
     source = await cluster.worker("prefill-0", config=config)
     destination = await cluster.worker("decode-0", config=config)
     async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
         async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
             tx.layer_ready(0)
             await rx._until(0)
+            cluster.cut_off(destination)
             for connection in cluster.network.connections:
                 cluster.network.freeze(connection)
             with pytest.raises(PeerLost) as here:

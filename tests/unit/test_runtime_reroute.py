@@ -171,3 +171,50 @@ async def test_an_order_that_is_wrong(three: tuple[Runtime, Runtime, Runtime]) -
             with pytest.raises(ConfigError, match="to"):
                 source.reroute("r", 7)  # type: ignore[arg-type]
             tx.cancel()
+
+
+# ---------------------------------------------------------------------- broken paths
+
+
+async def test_a_stream_goes_on_where_it_was_when_its_connection_breaks(cluster: Cluster) -> None:
+    """At every layer anew: no layer arrives twice, none is lost, and what is in place is not sent again."""
+    source, destination = await cluster.worker("prefill-0", roles=("prefill",)), await cluster.worker("decode-0")
+    fill(source.pool, 1)
+    seen: list[int] = []
+    async with destination.receive("r", blocks=FIRST, tokens=TOKENS) as rx:
+        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            for layer in range(LAYOUT.layers):
+                tx.layer_ready(layer)
+                await rx._until(layer)
+                seen.append(layer)
+                for connection in cluster.network.connections:
+                    cluster.network.break_link(connection)
+                while destination._streams.core.peer_states():
+                    await asyncio.sleep(0)
+            report = await tx.done("payload")
+        theirs = await rx.done()
+    assert rx.payload == "payload"
+    assert report.epoch == theirs.epoch == 1 + LAYOUT.layers
+    assert report.bytes == theirs.bytes == LAYOUT.layers * 5 * LAYOUT.block_bytes
+    assert [(e.epoch, e.peer, e.resent) for e in report.epochs] == [(n + 1, "decode-0/0", 0) for n in range(5)]
+    assert report.in_doubt == ()
+    assert (source.stats().resumes, source.stats().reroutes) == (LAYOUT.layers, 0)
+    for layer in range(LAYOUT.layers):
+        assert kv_bytes(destination.pool, layer, FIRST) == kv_bytes(source.pool, layer, SOURCE)
+
+
+async def test_an_end_that_was_lost_with_its_connection(cluster: Cluster) -> None:
+    source, destination = await cluster.worker("prefill-0", roles=("prefill",)), await cluster.worker("decode-0")
+    async with destination.receive("r", blocks=FIRST, tokens=TOKENS) as rx:
+        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            for layer in range(LAYOUT.layers):
+                tx.layer_ready(layer)
+            await rx._until(LAYOUT.layers - 1)
+            done = asyncio.create_task(tx.done())
+            while source._streams.core.stream_states(0.0)[0].waits_for != "end":
+                await asyncio.sleep(0)
+            cluster.network.break_link(cluster.network.connections[0])
+            report = await done
+        theirs = await rx.done()
+    assert not theirs.provisional
+    assert report.epoch == theirs.epoch == 2

@@ -101,6 +101,15 @@ class Side:
         self.core.frame(self.now, link, frame)
 
     def lose(self, link: int = 1) -> None:
+        """The peer of a link is dead: its connection is lost, it can't be dialed, and the registry knows it no more."""
+        peer = self.core._shared.links[link].peer
+        self.cut(link)
+        self.core.replaced(self.now, peer, None)
+        if Dial(peer) in self.taken(Dial):
+            self.core.link_failed(self.now, peer, PeerLost("connection refused"))
+
+    def cut(self, link: int = 1) -> None:
+        """A connection is lost, whatever has become of the peer."""
         self.core.link_lost(self.now, link, PeerLost("gone"))
 
     def after(self, seconds: float) -> None:
@@ -1044,6 +1053,7 @@ def test_what_is_decided_stays_done_whatever_comes(side: Side, what: str) -> Non
         side.core.shut(side.now, Cancelled("closing"))
     elif what == "lost":
         side.lose()
+        side.after(CONFIG.end_wait)
     elif what == "source cancels":
         side.hear(wire.End(1, 1, "cancelled", "no"))
     else:

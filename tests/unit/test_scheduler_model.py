@@ -19,7 +19,7 @@ import pytest
 
 from kvstream import wire
 from kvstream.config import RuntimeConfig
-from kvstream.errors import ConfigError, Corrupted, KVStreamError, PeerLost, Refused
+from kvstream.errors import ConfigError, Corrupted, KVStreamError, PeerLost, Recalled, Refused
 from kvstream.scheduler.commands import (
     Accepted,
     Arrived,
@@ -359,6 +359,12 @@ class Node:
             if conn.link_of(self) not in self.links:
                 if self.net.chance(0.5):
                     self.core.move_failed(self.net.now, command, PeerLost("gone"))
+                else:
+                    self.core.moved(self.net.now, command)
+                return
+            if conn.cut and self.net.chance(0.5):
+                # The source has closed the connection, and taken back what it had announced.
+                self.core.move_failed(self.net.now, command, Recalled("taken back"))
                 return
             assert slot.generation == command.generation
             if self.net.chance(0.02 * self.net.trouble):
@@ -610,7 +616,10 @@ class Net:
         """Something goes wrong with a connection or a worker."""
         kind = self.rng.random()
         node = self.rng.choice(list(self.nodes.values()))
-        if kind < 0.4 and self.wires:
+        if kind < 0.15:
+            for count in range(self.rng.randint(1, 4)):
+                self.after(count * 8 * self.delay(), lambda: [self.cut(conn) for conn in self.wires[-3:]])
+        elif kind < 0.4 and self.wires:
             self.cut(self.rng.choice(self.wires))
         elif kind < 0.55 and self.wires:
             self.rng.choice(self.wires).mute = True
