@@ -18,6 +18,7 @@ from kvstream.errors import (
     ProtocolError,
     Refused,
     UnknownWorker,
+    Unreachable,
 )
 from kvstream.layout import KVLayout, Shard
 from kvstream.memory import KVPool
@@ -54,5 +55,6 @@ __all__ = [
     "StreamEpoch",
     "StreamReport",
     "UnknownWorker",
+    "Unreachable",
     "__version__",
 ]

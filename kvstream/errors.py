@@ -22,6 +22,7 @@ __all__ = [
     "Recalled",
     "Refused",
     "UnknownWorker",
+    "Unreachable",
     "from_code",
 ]
 
@@ -68,6 +69,12 @@ class PeerLost(KVStreamError):
     """The other worker died, closed, froze beyond the stall time-out, or can't be reached."""
 
     code = "peer_lost"
+
+
+class Unreachable(PeerLost):
+    """There is no way to the other worker at present, over the network: it may well live."""
+
+    code = "unreachable"
 
 
 class Refused(KVStreamError):
@@ -126,6 +133,7 @@ _BY_CODE: dict[str, type[KVStreamError]] = {
     for kind in (
         LayoutMismatch,
         PeerLost,
+        Unreachable,
         Cancelled,
         DeadlineExceeded,
         Corrupted,
