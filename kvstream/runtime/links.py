@@ -27,6 +27,7 @@ from kvstream.errors import (
     ProtocolError,
     Refused,
     UnknownWorker,
+    Unreachable,
     from_code,
 )
 from kvstream.layout import KVLayout, describe_mismatch
@@ -188,6 +189,7 @@ class Links:
             silent = True
             error: KVStreamError = PeerLost(f"{peer} did not answer within {self._config.connect_timeout} s")
         except KVStreamError as failure:
+            silent = isinstance(failure, Unreachable)
             error = failure
         else:
             one, several = self._chunk_blocks(link.connection)
@@ -249,7 +251,7 @@ class Links:
         except KVStreamError as error:
             text = str(error)
             if isinstance(error, PeerLost) and record.id not in text:
-                raise PeerLost(f"{record.id}: {text}") from error
+                raise type(error)(f"{record.id}: {text}") from error
             raise
 
     async def _introduce(self, link: _Link, record: WorkerRecord) -> None:

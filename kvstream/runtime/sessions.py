@@ -73,7 +73,8 @@ class _Stream:
 
     @property
     def epoch(self) -> int:
-        """Counts the destinations that were tried, from 1; 0 before the first."""
+        """Grows from 1 with each destination that is tried, and with each new connection to the one that has it; 0
+        before the first."""
         return self._epoch
 
     @property

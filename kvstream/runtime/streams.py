@@ -357,6 +357,8 @@ class Streams:
         """A stream has lost its destination, or its policy is to be asked for another."""
         if isinstance(command, Rerouted):
             session.on_rerouted(command)
+            for connection, slot in session.publishing:
+                connection.withdraw(slot)
             self._log.warning(
                 "rerouted",
                 stream=session.stream,

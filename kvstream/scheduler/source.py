@@ -33,6 +33,8 @@ from kvstream.scheduler.turns import Turns
 
 __all__ = ["Source"]
 
+_REDIAL = 0.05
+"""Seconds between two tries to reach a destination to which there is no way at present."""
 _ELSEWHERE = (Refused, Fenced, PeerLost)
 """A destination that ends a stream for one of these is not able to go on with it, but another may be."""
 
@@ -208,7 +210,7 @@ class Source:
             if stream.accepted_by is None:
                 self._next_or_end(now, stream, error)
             elif silent and not stream.others and self._may_come_back(now, stream, error):
-                self._connect(now, stream)
+                self._shared.timers.arm(now + _REDIAL, Timer.RETRY, stream.key)
             else:
                 self._lost(now, stream, stream.why or error)
 
@@ -522,8 +524,7 @@ class Source:
             keys = self._connecting.get(stream.peer, [])
             if stream.key in keys:
                 keys.remove(stream.key)
-        elif stream.phase is Phase.PAUSING:
-            self._shared.timers.cancel(Timer.RETRY, stream.key)
+        self._shared.timers.cancel(Timer.RETRY, stream.key)
         stream.asking = False
 
     def _pause(self, now: float, stream: Outbound) -> bool:
@@ -544,6 +545,9 @@ class Source:
     def ask_again(self, now: float, key: int) -> None:
         """The pause of a stream is over."""
         stream = self._streams[key]
+        if stream.resumes:
+            self._connect(now, stream)
+            return
         stream.candidates, stream.again = stream.again, []
         self._try_next(now, stream)
 
@@ -645,7 +649,7 @@ class Source:
         self._drain.finished(now, 1, more=bool(self._streams))
         shared.timers.cancel(Timer.OUTBOUND, stream.key)
         shared.timers.cancel(Timer.RETRY, stream.key)
-        connecting = stream.phase is Phase.CONNECTING
+        connecting = stream.peer is not None and stream.key in self._connecting.get(stream.peer, ())
         doubts = dict.fromkeys(stream.doubts)
         if error is not None:
             if tell and stream.maybe_done and stream.peer is not None:

@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 OK = 0
+UNREACHABLE = -6
 IN_PROGRESS = 1
 CANCELED = -16
 

@@ -131,7 +131,9 @@ class Child:
         }
 
 
-async def serve(pipe: Connection, name: str, url: str, lane: str, config: RuntimeConfig) -> None:
+async def serve(
+    pipe: Connection, name: str, url: str, lane: str, config: RuntimeConfig, interface: str | None = None
+) -> None:
     """The child's main: obey the parent until it says quit or is gone."""
     loop = asyncio.get_running_loop()
     commands: asyncio.Queue[tuple[Any, ...] | None] = asyncio.Queue()
@@ -143,7 +145,9 @@ async def serve(pipe: Connection, name: str, url: str, lane: str, config: Runtim
             commands.put_nowait(None)
 
     pool = KVPool.allocate(LAYOUT, blocks=BLOCKS)
-    async with Runtime(name, roles={"decode"}, pool=pool, nats=url, lanes=lane, config=config) as runtime:
+    async with Runtime(
+        name, roles={"decode"}, pool=pool, nats=url, lanes=lane, config=config, data_interface=interface
+    ) as runtime:
         child = Child(runtime)
         runtime.on_offer(child.on_offer)
         loop.add_reader(pipe.fileno(), readable)
@@ -166,13 +170,13 @@ def main(pipe: Connection, *arguments: Any) -> None:
 class Worker:
     """In the parent: a child process and its pipe."""
 
-    def __init__(self, process: multiprocessing.process.BaseProcess, pipe: Connection) -> None:
+    def __init__(self, process: multiprocessing.process.BaseProcess | None, pipe: Connection) -> None:
         self.process = process
         self.pipe = pipe
 
     @property
     def pid(self) -> int:
-        assert self.process.pid is not None
+        assert self.process is not None and self.process.pid is not None
         return self.process.pid
 
     async def answer(self) -> Any:

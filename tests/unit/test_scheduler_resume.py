@@ -130,6 +130,8 @@ def test_a_silent_path_is_tried_for_a_bounded_time(side: Side) -> None:
         assert side.one(Dial) == Dial("d")
         side.after(0.2)
         side.core.link_failed(side.now, "d", PeerLost("no answer"), silent=True)
+        assert not side.taken(Dial)
+        side.after(0.05)
     assert side.one(Dial) == Dial("d")
     side.after(0.2)
     side.core.link_failed(side.now, "d", PeerLost("no answer"), silent=True)
@@ -138,6 +140,16 @@ def test_a_silent_path_is_tried_for_a_bounded_time(side: Side) -> None:
     assert ended.in_doubt == ("d",)
     assert ended.epoch == 1
     assert side.core.idle
+
+
+def test_a_stream_that_ends_between_two_tries_leaves_nothing_behind(side: Side) -> None:
+    side.up()
+    key = side.streaming()
+    side.cut()
+    side.core.link_failed(side.now, "d", PeerLost("no way"), silent=True)
+    side.core.cancel(side.now, key, "enough")
+    assert side.core.idle
+    assert side.core.next_timer() is None
 
 
 def test_who_was_silent_is_not_waited_for_when_there_are_others(side: Side) -> None:
