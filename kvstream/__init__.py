@@ -22,12 +22,13 @@ from kvstream.errors import (
     Refused,
     UnknownStream,
     UnknownWorker,
+    Unreachable,
 )
 from kvstream.layout import KVLayout, Shard
 from kvstream.memory import KVPool
 from kvstream.runtime.fetches import FetchStream
 from kvstream.runtime.holds import Hold
-from kvstream.runtime.reports import HoldState, RuntimeStats, StreamReport
+from kvstream.runtime.reports import HoldState, RuntimeStats, StreamEpoch, StreamReport
 from kvstream.runtime.routing import Candidate, LeastLoaded, RouteRequest, RoutingPolicy
 from kvstream.runtime.runtime import Runtime
 from kvstream.runtime.sessions import Offer, ReceiveStream, SendStream
@@ -63,8 +64,10 @@ __all__ = [
     "RuntimeStats",
     "SendStream",
     "Shard",
+    "StreamEpoch",
     "StreamReport",
     "UnknownStream",
     "UnknownWorker",
+    "Unreachable",
     "__version__",
 ]

@@ -99,6 +99,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Streams that are held for others at a time; beyond it `hold` raises Refused."""
     hold_ttl: float = 60.0
     """How long a stream is held for which no time was named."""
+    max_reroutes: int = 8
+    """How often a stream that was accepted goes on after a loss: elsewhere, or by a new connection."""
     offer_wait: float = 10.0
     """How long an offer waits for an answer before it is refused."""
     reservation_timeout: float = 60.0
@@ -120,6 +122,12 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A side with live streams on a connection says something at least this often."""
     stall_timeout: float = 5.0
     """A connection that was silent for this long while it had live streams is given up as PeerLost."""
+    reroute_timeout: float = 1.0
+    """A destination that was silent for this long loses its streams to others, where there are any. The connection, and
+    streams that can go nowhere else, are given up only after stall_timeout."""
+    resume_timeout: float = 1.0
+    """After the loss of a connection: how long a destination keeps what it has of a stream for its source to come back
+    and go on, and how long a source tries that while nobody answers."""
     idle_timeout: float = 120.0
     """A connection without streams is closed by its source after this time."""
 

@@ -24,6 +24,7 @@ __all__ = [
     "Refused",
     "UnknownStream",
     "UnknownWorker",
+    "Unreachable",
     "from_code",
 ]
 
@@ -76,6 +77,12 @@ class PeerLost(KVStreamError):
     """The other worker died, closed, froze beyond the stall time-out, or can't be reached."""
 
     code = "peer_lost"
+
+
+class Unreachable(PeerLost):
+    """There is no way to the other worker at present, over the network: it may well live."""
+
+    code = "unreachable"
 
 
 class Refused(KVStreamError):
@@ -142,6 +149,7 @@ _BY_CODE: dict[str, type[KVStreamError]] = {
         LayoutMismatch,
         PeerLost,
         Missed,
+        Unreachable,
         Cancelled,
         DeadlineExceeded,
         Corrupted,

@@ -25,6 +25,7 @@ __all__ = [
     "MAX_METADATA",
     "MAX_PAYLOAD",
     "MAX_PRIORITY",
+    "MAX_RESUMED",
     "MAX_SECONDS",
     "MAX_SHARE",
     "MAX_STREAM_ID",
@@ -54,7 +55,8 @@ __all__ = [
 ]
 
 VERSION = 2
-"""The newest protocol version this code speaks. It also speaks the one before, where there is one. 2: Fetch."""
+"""The newest protocol version this code speaks. It also speaks the one before, where there is one. 2: Fetch, and that
+streams resume."""
 MIN_VERSION = max(1, VERSION - 1)
 
 MAX_MESSAGE = 8192
@@ -69,6 +71,8 @@ MAX_STREAM_ID = 256
 """Longest stream id, in characters."""
 MAX_COUNT = 2**32 - 1
 """Largest number of tokens of a stream; chunks, blocks, layers and slots are bounded alike."""
+MAX_RESUMED = 1024
+"""Most layers of a stream that can be resumed: each is told of in one Accept frame."""
 MAX_PRIORITY = 1000
 MAX_SHARE = 64
 """Longest name of a share class, in characters."""
@@ -145,7 +149,9 @@ class Reject(_Frame, tag=4, frozen=True):
 
 class Offer(_Frame, tag=5, frozen=True):
     """Source: take this stream. `deadline` is what is left of it, in seconds, at the time of sending; `share` the class
-    that its work is counted to; `fetch` the token of the Fetch that it answers, empty where nobody asked for it."""
+    that its work is counted to; `fetch` the token of the Fetch that it answers, empty where nobody asked for it. With
+    `resumes` it is not new: the destination had it under that epoch, on a connection that was lost, and is to go on
+    with it (version 2 on)."""
 
     num: U32
     epoch: U32
@@ -156,14 +162,17 @@ class Offer(_Frame, tag=5, frozen=True):
     metadata: Blob = b""
     share: Short = ""
     fetch: Token = b""
+    resumes: U32 = 0
 
 
 class Accept(_Frame, tag=6, frozen=True):
-    """Destination: send it, from the block of token `first_token` on."""
+    """Destination: send it, from the block of token `first_token` on. Of a stream that is resumed: layer l from block
+    `have[l]` on; all before is in place."""
 
     num: U32
     epoch: U32
     first_token: U32 = 0
+    have: Annotated[list[U32], msgspec.Meta(max_length=MAX_RESUMED)] = []
 
 
 class Refuse(_Frame, tag=7, frozen=True):

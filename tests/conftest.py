@@ -85,6 +85,12 @@ class Cluster:
         self.runtimes.append(runtime)
         return runtime
 
+    def cut_off(self, runtime: Runtime) -> None:
+        """From now on a worker can't be dialed, as if its process were gone."""
+        transport = runtime._transport
+        assert isinstance(transport, InprocTransport)
+        self.network.unlisten(transport, runtime.record.address.port)
+
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:

@@ -290,6 +290,7 @@ class Copies:
     def move(self, command: Move) -> None:
         connection = self._streams.links.connection(command.link)
         if connection is None:
+            self._moved(command, PeerLost("the connection was lost before the chunk was read"))
             return
         size = command.layers * command.count * self._pool.layout.block_bytes
         future = connection.take(command.slot, command.generation, size)

@@ -184,6 +184,7 @@ class _Push(SendStream):
             hold.stream,
             ids,
             tokens,
+            route_again=None,
             choose=lambda: (),  # `route` looks at once as well, and no engine waits for these calls
             route=route,
             deadline=deadline,

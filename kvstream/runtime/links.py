@@ -27,6 +27,7 @@ from kvstream.errors import (
     ProtocolError,
     Refused,
     UnknownWorker,
+    Unreachable,
     from_code,
 )
 from kvstream.layout import KVLayout, describe_mismatch
@@ -155,6 +156,12 @@ class Links:
         for link in list(self._links.values()):
             if link.peer == peer and link.up and link.incarnation != incarnation:
                 self._close(link, PeerLost(f"{peer} was replaced by a newer incarnation"))
+        self._driver.core.replaced(self._driver.now(), peer, incarnation)
+        self._driver.pump()
+
+    def left(self, peer: str) -> None:
+        """The registry knows `peer` no more: whoever lost it need not wait for it. Connections that hold stay."""
+        self._driver.core.replaced(self._driver.now(), peer, None)
         self._driver.pump()
 
     def accepted(self, connection: Connection) -> None:
@@ -183,12 +190,15 @@ class Links:
 
     async def _dial(self, peer: str) -> None:
         now = self._driver.now
+        silent = False
         try:
             async with asyncio.timeout(self._config.connect_timeout):
                 link, slots = await self._connect(peer)
         except TimeoutError:
+            silent = True
             error: KVStreamError = PeerLost(f"{peer} did not answer within {self._config.connect_timeout} s")
         except KVStreamError as failure:
+            silent = isinstance(failure, Unreachable)
             error = failure
         else:
             one, several = self._chunk_blocks(link.connection)
@@ -201,10 +211,11 @@ class Links:
                 slot_blocks=one,
                 group_blocks=several,
                 version=link.version,
+                incarnation=link.incarnation,
             )
             self._driver.pump()
             return
-        self._failed(peer, error)
+        self._failed(peer, error, silent=silent)
 
     def _dialed(self, peer: str, task: asyncio.Task[None]) -> None:
         """A bug in dialing, or a missing right, must not leave streams waiting for their deadline."""
@@ -213,9 +224,9 @@ class Links:
             failure.__cause__ = error
             self._failed(peer, failure)
 
-    def _failed(self, peer: str, error: KVStreamError) -> None:
+    def _failed(self, peer: str, error: KVStreamError, *, silent: bool = False) -> None:
         self._log.info("no connection", peer=peer, code=error.code, why=str(error))
-        self._driver.core.link_failed(self._driver.now(), peer, error)
+        self._driver.core.link_failed(self._driver.now(), peer, error, silent=silent)
         self._driver.pump()
 
     async def _connect(self, peer: str) -> tuple[_Link, int]:
@@ -250,7 +261,7 @@ class Links:
         except KVStreamError as error:
             text = str(error)
             if isinstance(error, PeerLost) and record.id not in text:
-                raise PeerLost(f"{record.id}: {text}") from error
+                raise type(error)(f"{record.id}: {text}") from error
             raise
 
     async def _introduce(self, link: _Link, record: WorkerRecord) -> None:
@@ -344,7 +355,13 @@ class Links:
         self._send(link, [wire.Welcome(version, mine.worker, mine.incarnation, proof, lane, answer)])
         self._log.info("accepted", peer=link.peer, lane=lane)
         self._driver.core.link_up(
-            self._driver.now(), link.id, link.peer, outgoing=False, slots=connection.slots, slot_blocks=0
+            self._driver.now(),
+            link.id,
+            link.peer,
+            outgoing=False,
+            slots=connection.slots,
+            slot_blocks=0,
+            incarnation=link.incarnation,
         )
         self._driver.pump()
 

@@ -6,7 +6,21 @@ import msgspec
 
 from kvstream.scheduler.stats import PeerState, StreamState
 
-__all__ = ["DevicePath", "HoldState", "Quarantine", "RuntimeStats", "StreamReport"]
+__all__ = ["DevicePath", "HoldState", "Quarantine", "RuntimeStats", "StreamEpoch", "StreamReport"]
+
+
+class StreamEpoch(msgspec.Struct, frozen=True, kw_only=True):
+    """A destination's time with a stream, as its source tells: `peer` had it under this epoch from `began` to `ended`.
+    `why` is the code of what ended that ("done" for the last of a stream that is), `text` says more. Of `resent` layers
+    it was sent something that had been announced to another before."""
+
+    epoch: int
+    peer: str
+    began: float
+    ended: float
+    why: str
+    text: str = ""
+    resent: int = 0
 
 
 class StreamReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,6 +29,9 @@ class StreamReport(msgspec.Struct, frozen=True, kw_only=True):
     `layer_times[l]` is, on the source, when layer l was reported ready to its last token, and on the destination when
     its last byte was in place. `bytes` counts what moved (a prefix that the destination held already does not).
     `provisional` (destination only): everything is in place, but the source's last word was not heard.
+
+    `epochs` (source only) are all destinations that had the stream, the last one last; `in_doubt` names those of the
+    earlier ones that may have finished it although it was taken away from them. Only `epoch`, the newest, counts.
     """
 
     stream: str
@@ -29,6 +46,8 @@ class StreamReport(msgspec.Struct, frozen=True, kw_only=True):
     ended: float
     layer_times: tuple[float, ...]
     provisional: bool = False
+    epochs: tuple[StreamEpoch, ...] = ()
+    in_doubt: tuple[str, ...] = ()
 
 
 class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,10 +87,12 @@ class RuntimeStats(msgspec.Struct, frozen=True, kw_only=True):
 
     `streams` are the live ones: what each waits for, and how long. `offers_waiting` and `tokens_waiting` are offers
     that nobody has answered yet, and their tokens in all. `staging_used` includes `staging_quarantined`, which
-    `quarantined` breaks down by peer. `ended` counts streams by the code of their end ("done" or an error's), both
-    directions. `holds` are the streams held for others, least recently used first. `device_staging_used` of
-    `device_staging_limit` bytes of a GPU are taken by connections whose bytes stay on GPUs; `devices` says of each
-    connection, where both ends have their pools on a GPU, whether it is one.
+    `quarantined` breaks down by peer. `reroutes` counts how often a stream was taken away from a destination that had
+    accepted it, `resumes` how often one went on with the destination that it had, by a new connection, and `ended`
+    streams by the code of their end ("done" or an error's), both directions. `holds` are the streams held for others,
+    least recently used first. `device_staging_used` of `device_staging_limit` bytes of a GPU are taken by connections
+    whose bytes stay on GPUs; `devices` says of each connection, where both ends have their pools on a GPU, whether it
+    is one.
     """
 
     streams: tuple[StreamState, ...]
@@ -83,6 +104,8 @@ class RuntimeStats(msgspec.Struct, frozen=True, kw_only=True):
     staging_quarantined: int
     quarantined: tuple[Quarantine, ...]
     offers_refused: int
+    reroutes: int
+    resumes: int
     stalls: int
     stale_frames: int
     protocol_errors: int

@@ -242,6 +242,7 @@ class Runtime:
                     streams.links.replaced(change.record.id, change.record.incarnation)
                 elif isinstance(change, Left):
                     streams.peers.left(change.record.id)
+                    streams.links.left(change.record.id)
 
     def _on_fenced(self, error: Fenced) -> None:
         """Another incarnation holds our name: nothing new may start here, and what runs must end."""
@@ -342,6 +343,8 @@ class Runtime:
             staging_quarantined=budget.quarantined,
             quarantined=tuple(streams.links.quarantined()),
             offers_refused=counters.offers_refused,
+            reroutes=counters.reroutes,
+            resumes=counters.resumes,
             stalls=counters.stalls,
             stale_frames=counters.stale_frames,
             protocol_errors=counters.protocol_errors,
@@ -371,8 +374,9 @@ class Runtime:
 
         `blocks` is the block table of the prompt's `tokens` in the pool (with `growing=True` it may be short and is
         completed by `tx.extend`). `to` names a worker, or several that are tried in order, or is a RoutingPolicy that
-        picks them; None is the runtime's own policy. `deadline` is in seconds from now (default: config.deadline),
-        `metadata` goes to the destination's offer handler.
+        picks them; None is the runtime's own policy. If the one that took the stream is lost in the middle of it, or
+        silent for config.reroute_timeout, the stream goes on at the next, from layer 0, and StreamReport.epochs tells.
+        `deadline` is in seconds from now (default: config.deadline), `metadata` is for the destination's offer handler.
 
         While more is ready than can be moved, classes (`share_class`: a tenant, a kind of work) get bytes in proportion
         to config.share_weights; within a class short streams and long ones take turns, and of a kind the earliest
@@ -410,6 +414,7 @@ class Runtime:
             tokens,
             choose=lambda: self._choose(request, policy or candidates),
             route=lambda: self._route(request, policy or candidates),
+            route_again=None if policy is None else lambda exclude: self._route(request, policy, exclude),
             deadline=self.config.deadline if deadline is None else seconds("deadline", deadline),
             priority=priority,
             share=share,
@@ -417,6 +422,19 @@ class Runtime:
             retry=instance("retry", retry, bool),
             hold=0.0 if hold is None else seconds("hold", hold),
         )
+
+    def reroute(self, stream: str, to: str | Sequence[str] | None = None) -> None:
+        """Take a stream that is being sent away from its destination, and send it to `to` from layer 0 on, or to the
+        first of several that takes it; None: to another of the candidates that it has. The engine goes on meanwhile.
+
+        The destination that had it gets Fenced. If it had everything by then it may be done all the same:
+        StreamReport.in_doubt names it. Raises ConfigError for a stream that is not being sent or is at `to` already,
+        Refused when nobody is left to go to, or the stream was rerouted config.max_reroutes times.
+        """
+        streams = self._streams
+        streams.check_here("reroute")
+        name = text("stream", stream, wire.MAX_STREAM_ID)
+        streams.reroute(name, [] if to is None else named_candidates(to, self._identity.shard.rank))
 
     def receive(
         self,
@@ -596,11 +614,14 @@ class Runtime:
 
     # ------------------------------------------------------------------ helpers
 
-    async def _route(self, request: RouteRequest, to: RoutingPolicy | list[str]) -> list[str]:
-        """Workers to try, in order, when none was there at first: the registry's news is awaited, bounded."""
+    async def _route(
+        self, request: RouteRequest, to: RoutingPolicy | list[str], exclude: Collection[str] = ()
+    ) -> list[str]:
+        """Workers to try, in order, when none was there at first: the registry's news is awaited, bounded. A policy is
+        not shown those in `exclude`."""
         if isinstance(to, list):
             return await self._named(to, "to")
-        found = await self._news_of(lambda: self._choose(request, to))
+        found = await self._news_of(lambda: self._choose(request, to, exclude))
         if found:
             return found
         rank = self._identity.shard.rank
@@ -652,14 +673,14 @@ class Runtime:
         cut = "" if registry.connected else " (the broker can't be reached right now, so this may be out of date)"
         return (", ".join(record.id for record in registry.workers()[:20]) or "none") + cut
 
-    def _choose(self, request: RouteRequest, to: RoutingPolicy | list[str]) -> list[str]:
+    def _choose(self, request: RouteRequest, to: RoutingPolicy | list[str], exclude: Collection[str] = ()) -> list[str]:
         """Workers to try, in order, as far as they are known now."""
         if isinstance(to, list):
             return self._known(to)
-        answer: object = to.route(request, self._candidates(), self._seams.rng.random)
+        answer: object = to.route(request, self._candidates(exclude), self._seams.rng.random)
         return chosen(to, answer, self._identity.shard.rank)
 
-    def _candidates(self) -> Candidates:
+    def _candidates(self, exclude: Collection[str]) -> Candidates:
         """All other workers, as the registry tells and as our own streams have found them."""
         streams, registry = self._streams, self._registry
         now, wall = streams.driver.now(), self._seams.wall()
@@ -680,7 +701,9 @@ class Runtime:
             )
 
         me = self.worker
-        return Candidates([record for record in registry.records() if record.id != me], view)
+        return Candidates(
+            [record for record in registry.records() if record.id != me and record.id not in exclude], view
+        )
 
     @property
     def _streams(self) -> Streams:

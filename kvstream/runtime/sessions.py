@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,8 +21,8 @@ from kvstream.errors import Cancelled, ConfigError, DeadlineExceeded, KVStreamEr
 from kvstream.memory import BlockPlan
 from kvstream.memory.completion import Completion
 from kvstream.runtime.checks import seconds, text, token_range, whole
-from kvstream.runtime.reports import StreamReport
-from kvstream.scheduler.commands import Accepted, Ended, Offered
+from kvstream.runtime.reports import StreamEpoch, StreamReport
+from kvstream.scheduler.commands import Accepted, Ended, Offered, Rerouted
 
 if TYPE_CHECKING:
     from kvstream.runtime.holds import Hold
@@ -79,7 +79,8 @@ class _Stream:
 
     @property
     def epoch(self) -> int:
-        """Counts the destinations that were tried, from 1; 0 before the first."""
+        """Grows from 1 with each destination that is tried, and with each new connection to the one that has it; 0
+        before the first."""
         return self._epoch
 
     @property
@@ -132,7 +133,12 @@ class _Stream:
             ended=self._end_time,
             layer_times=tuple(self._layer_times),
             provisional=end.provisional,
+            epochs=self._epochs(),
+            in_doubt=end.in_doubt,
         )
+
+    def _epochs(self) -> tuple[StreamEpoch, ...]:
+        return ()
 
     # -- what the scheduler's commands say; called by Streams
 
@@ -141,7 +147,8 @@ class _Stream:
         self._peer = command.peer
         self._epoch = command.epoch
         self._lane = lane
-        self.moved_bytes = 0
+        if not command.resumed:
+            self.moved_bytes = 0
 
     def on_ended(self, command: Ended) -> None:
         self._end = command
@@ -171,6 +178,7 @@ class SendStream(_Stream):
         *,
         choose: Callable[[], Sequence[str]],
         route: Callable[[], Awaitable[Sequence[str]]],
+        route_again: Callable[[Collection[str]], Coroutine[Any, Any, Sequence[str]]] | None,
         deadline: float,
         priority: int,
         share: str,
@@ -185,6 +193,10 @@ class SendStream(_Stream):
         self._released = False
         self._payload = b""
         self._route = route
+        self._route_again = route_again
+        self._left: list[StreamEpoch] = []
+        """Destinations that had the stream and lost it."""
+        self._resent = 0
         self._deadline = deadline
         self._priority = priority
         self._share = share
@@ -216,6 +228,7 @@ class SendStream(_Stream):
             share=self._share,
             metadata=self._metadata,
             retry=self._retry,
+            routable=self._route_again is not None,
         )
         return self
 
@@ -376,6 +389,34 @@ class SendStream(_Stream):
             return
         self._mark(layer, start, stop, self._streams.clock())
         self._drain()
+
+    async def route_again(self, exclude: Collection[str]) -> Sequence[str]:
+        """Ask the policy for further destinations. Raises as it does, and Refused when there are none in time."""
+        return [] if self._route_again is None else await self._route_again(exclude)
+
+    @property
+    def epochs(self) -> tuple[StreamEpoch, ...]:
+        """The destinations that have had the stream and lost it, oldest first; the present one is not among them."""
+        return tuple(self._left)
+
+    def _epochs(self) -> tuple[StreamEpoch, ...]:
+        assert self._end is not None
+        return (*self._left, self._close_epoch(self._epoch, self._peer, "done", ""))
+
+    def _close_epoch(self, epoch: int, peer: str, why: str, text: str) -> StreamEpoch:
+        ended = self._end_time or self._streams.clock()
+        return StreamEpoch(
+            epoch=epoch, peer=peer, began=self._accepted, ended=ended, why=why, text=text, resent=self._resent
+        )
+
+    def on_accepted(self, command: Accepted, lane: str) -> None:
+        super().on_accepted(command, lane)
+        self._resent = command.resent
+
+    def on_rerouted(self, command: Rerouted) -> None:
+        """For Streams: a destination has lost the stream."""
+        error = command.error
+        self._left.append(self._close_epoch(command.epoch, command.peer, error.code, str(error)))
 
     def on_ended(self, command: Ended) -> None:
         super().on_ended(command)

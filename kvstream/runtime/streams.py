@@ -34,6 +34,8 @@ from kvstream.scheduler.commands import (
     Fetched,
     Move,
     Offered,
+    Rerouted,
+    Route,
     Stage,
     Stalled,
     Withdrawn,
@@ -85,6 +87,8 @@ class Streams:
         """Blocks that a live inbound stream may write: two streams never share one."""
         self._handler: OfferHandler | None = None
         self._offer_tasks: dict[int, asyncio.Task[None]] = {}
+        self._route_tasks: dict[int, asyncio.Task[Sequence[str]]] = {}
+        """By stream: its policy is being asked."""
         self._on_load_changed: Callable[[], None] | None = None
         self._pumped = asyncio.Event()
         self.observer: Observer | None = None
@@ -136,6 +140,7 @@ class Streams:
         share: str,
         metadata: bytes,
         retry: bool,
+        routable: bool,
     ) -> None:
         session.key = self.core.send(
             self.driver.now(),
@@ -150,6 +155,7 @@ class Streams:
             retry=retry,
             copy=session.copy,
             fetch=session.fetch,
+            routable=routable,
         )
         self._sessions[session.key] = session
         # Not at once: a send wakes the peer, which may cost this thread its core.
@@ -234,6 +240,10 @@ class Streams:
             self.core.fail(self.driver.now(), key, error)
         self.driver.pump()
 
+    def reroute(self, stream: str, candidates: Sequence[str]) -> None:
+        self.core.reroute(self.driver.now(), stream, candidates)
+        self.driver.pump()
+
     def extend(self, key: int, blocks: int) -> None:
         self.core.extend(key, blocks)
 
@@ -314,13 +324,13 @@ class Streams:
         """End every stream, tell the peers, and wait, bounded, until they have answered."""
         self.core.shut(self.driver.now(), Cancelled("the runtime is closing"))
         self.driver.pump()
-        tasks = list(self._offer_tasks.values())
+        tasks: list[asyncio.Task[Any]] = [*self._offer_tasks.values(), *self._route_tasks.values()]
         for task in tasks:
             task.cancel()
         if tasks:
             _, left = await asyncio.wait(tasks, timeout=wait)
             for task in left:
-                self._log.warning("an on_offer handler does not end, although it was cancelled", task=task.get_name())
+                self._log.warning("the user's code does not end, although it was cancelled", task=task.get_name())
         await self.holds.close(wait)
         try:
             async with asyncio.timeout(wait):
@@ -354,7 +364,10 @@ class Streams:
     def move(self, command: Move) -> None:
         self._copies.move(command)
 
-    def notify(self, command: Offered | Withdrawn | Fetched | Accepted | Arrived | Ended | Stalled | Declined) -> None:
+    def notify(
+        self,
+        command: Offered | Withdrawn | Fetched | Accepted | Rerouted | Route | Arrived | Ended | Stalled | Declined,
+    ) -> None:
         if isinstance(command, Offered):
             self._offered(command)
         elif isinstance(command, Fetched):
@@ -378,6 +391,9 @@ class Streams:
             if self.observer is not None:
                 self.observer.taken(session, command)
             self._load_changed()
+        elif isinstance(command, Rerouted | Route):
+            if isinstance(session, SendStream):
+                self._lost(session, command)
         elif isinstance(command, Arrived):
             if isinstance(session, ReceiveStream):
                 session.on_arrived(command.layer)
@@ -391,6 +407,8 @@ class Streams:
     def end(self, command: Ended) -> None:
         """Tell the user of a stream that it has ended: from here on its blocks are the user's."""
         session = self._sessions.pop(command.stream)
+        if (routing := self._route_tasks.get(command.stream)) is not None:
+            routing.cancel()
         if isinstance(session, ReceiveStream):
             self._unclaim(session)
         else:
@@ -431,6 +449,39 @@ class Streams:
     def _load_changed(self) -> None:
         if self._on_load_changed is not None:
             self._on_load_changed()
+
+    def _lost(self, session: SendStream, command: Rerouted | Route) -> None:
+        """A stream has lost its destination, or its policy is to be asked for another."""
+        if isinstance(command, Rerouted):
+            session.on_rerouted(command)
+            for connection, slot in session.publishing:
+                connection.withdraw(slot)
+            self._log.warning(
+                "rerouted",
+                stream=session.stream,
+                peer=command.peer,
+                epoch=command.epoch,
+                code=command.error.code,
+                why=str(command.error),
+            )
+            return
+        if (before := self._route_tasks.get(session.key)) is not None:
+            before.cancel()
+        task = self._loop.create_task(session.route_again(command.exclude), name=f"route {session.stream}")
+        self._route_tasks[session.key] = task
+        task.add_done_callback(lambda done: self._routed(session, done))
+
+    def _routed(self, session: SendStream, task: asyncio.Task[Sequence[str]]) -> None:
+        if self._route_tasks.get(session.key) is task:
+            del self._route_tasks[session.key]
+        if task.cancelled():
+            return
+        error = task.exception()
+        found: Sequence[str] = task.result() if error is None else ()
+        if error is not None and not isinstance(error, KVStreamError):
+            self._log.error("routing policy failed", stream=session.stream, exc_info=error)
+        self.core.routed(self.driver.now(), session.key, found)
+        self.driver.pump()
 
     def _offered(self, command: Offered) -> None:
         assert self._handler is not None

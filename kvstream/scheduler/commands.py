@@ -19,6 +19,8 @@ __all__ = [
     "Fetched",
     "Move",
     "Offered",
+    "Rerouted",
+    "Route",
     "Stage",
     "Stalled",
     "Transmit",
@@ -72,7 +74,8 @@ class Stage:
 class Move:
     """Destination: bring the chunk's bytes into the blocks [first, first+count) of the stream's table, in `layers`
     layers from `layer` on. Report `moving` when it is begun; then `moved` or `move_failed`. If the stream has ended in
-    the meantime its memory must not be touched, but the reports are due all the same. `num` is the stream's number on
+    the meantime its memory must not be touched, but the reports are due all the same, also when the link is lost: not
+    before nothing is on its way into the blocks any more. `num` is the stream's number on
     its link."""
 
     link: int
@@ -131,13 +134,37 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A stream has been agreed on. Source: `peer` took it. Destination: `peer` sends it, so many `tokens`."""
+    """A stream has been agreed on. Source: `peer` took it, and parts of `resent` layers that it is sent had been
+    announced before, to another. Destination: `peer` sends it, so many `tokens`."""
 
     stream: int
     peer: str
     link: int
     epoch: int
     tokens: int = 0
+    resent: int = 0
+    resumed: bool = False
+    """It is the one that had the stream before, which goes on where it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rerouted:
+    """Source: a stream that `peer` had accepted under `epoch` is there no more, for this reason, and goes on: the next
+    Accepted says where."""
+
+    stream: int
+    epoch: int
+    peer: str
+    error: KVStreamError
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Source: ask the stream's policy for further destinations, other than `exclude`; then `routed`, also when there
+    are none."""
+
+    stream: int
+    exclude: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +186,8 @@ class Arrived:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A stream's one terminal state on this side. `error` None means done; `provisional` that the destination has
-    everything but did not hear the source's last word; `ready` (source) that every layer had been reported ready."""
+    everything but did not hear the source's last word; `ready` (source) that every layer had been reported ready.
+    `in_doubt` (source): earlier destinations that may have finished the stream although it went elsewhere from them."""
 
     stream: int
     error: KVStreamError | None
@@ -168,6 +196,7 @@ class Ended:
     peer: str | None
     provisional: bool
     ready: bool = False
+    in_doubt: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +222,8 @@ Command = (
     | Withdrawn
     | Fetched
     | Accepted
+    | Rerouted
+    | Route
     | Arrived
     | Ended
     | Stalled

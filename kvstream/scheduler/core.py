@@ -53,6 +53,7 @@ class Scheduler:
         self._destination = Destination(self._shared)
         self._fetches = Fetches(self._shared, self._source, self._destination)
         self._patience = math.ceil(config.stall_timeout / config.beat_interval)
+        self._reroute_patience = math.ceil(config.reroute_timeout / config.beat_interval)
 
     # ------------------------------------------------------------------ output
 
@@ -138,11 +139,13 @@ class Scheduler:
         retry: bool = False,
         copy: bool = False,
         fetch: bytes = b"",
+        routable: bool = False,
     ) -> int:
         """A new stream to the first of `candidates` that takes it. `held` block ids are known so far; `share` is the
         class whose share of the work it uses. With `retry` those that refuse for now are asked again, as long as the
         deadline allows it. A `copy` of what is held here may go out under a name that is being sent already, `fetch` is
-        the token of the Fetch that it answers. Returns a key.
+        the token of the Fetch that it answers. If the one that took it is lost, the others are candidates again;
+        `routable`: a Route may ask for more. Returns a key.
 
         Raises ConfigError, Refused when there are too many streams, Cancelled after `shut`.
         """
@@ -159,7 +162,14 @@ class Scheduler:
             retry=retry,
             copy=copy,
             fetch=fetch,
+            routable=routable,
         )
+
+    def reroute(self, now: float, name: str, candidates: Sequence[str]) -> None:
+        """An order: the stream goes to the first of these that takes it; empty: of the candidates that it has. Where it
+        was, its epoch ends as Fenced. ConfigError when there is no such stream, or it is there already; Refused when
+        there is nowhere to go, or it was rerouted too often."""
+        self._source.reroute(now, name, candidates)
 
     def refuse_fetch(self, link_id: int, num: int, error: KVStreamError) -> None:
         """Say no to a Fetched; nothing happens when its link is gone."""
@@ -280,21 +290,27 @@ class Scheduler:
         slot_blocks: int,
         group_blocks: int = 0,
         version: int = wire.VERSION,
+        incarnation: str = "",
     ) -> None:
-        """A connection is established. `slot_blocks`: how many blocks of one layer fit into a slot; `group_blocks`: up
-        to how many blocks in all layers that are ready together share a chunk; `version`: of the protocol."""
+        """A connection with this incarnation of a peer is established. `slot_blocks`: how many blocks of one layer fit
+        into a slot; `group_blocks`: up to how many blocks in all layers that are ready together share a chunk;
+        `version`: of the protocol."""
         stream_slots = math.ceil(slots * self._config.stream_share)
-        link = Link(link_id, peer, outgoing, slots, slot_blocks, group_blocks, stream_slots, version)
+        link = Link(link_id, peer, outgoing, slots, slot_blocks, group_blocks, stream_slots, version, incarnation)
         self._shared.links[link_id] = link
         if outgoing:
             self._shared.timers.arm(now + self._config.idle_timeout, Timer.IDLE, link_id)
             self._source.link_up(now, link)
             self._fetches.link_up(now, link)
 
-    def link_failed(self, now: float, peer: str, error: KVStreamError) -> None:
-        """A Dial came to nothing."""
-        self._source.link_failed(now, peer, error)
+    def link_failed(self, now: float, peer: str, error: KVStreamError, *, silent: bool = False) -> None:
+        """A Dial came to nothing; `silent`: nobody said no, nobody answered in time."""
+        self._source.link_failed(now, peer, error, silent=silent)
         self._fetches.link_failed(now, peer, error)
+
+    def replaced(self, now: float, peer: str, incarnation: str | None) -> None:
+        """The peer is this incarnation now, or gone (None): none before it will come back to its streams."""
+        self._destination.replaced(now, peer, incarnation)
 
     def link_lost(self, now: float, link_id: int, error: KVStreamError) -> None:
         """A connection is gone, whoever closed it. Its slots are gone with it."""
@@ -374,6 +390,10 @@ class Scheduler:
 
     # ------------------------------------------------------------------ reports on commands
 
+    def routed(self, now: float, key: int, candidates: Sequence[str]) -> None:
+        """What a Route has found; nothing is an answer too."""
+        self._source.routed(now, key, candidates)
+
     def staging(self, command: Stage) -> None:
         """A Stage is about to be performed, or dropped with its link: the next one may be given."""
         self._source.staging()
@@ -397,16 +417,12 @@ class Scheduler:
 
     def moved(self, now: float, command: Move) -> None:
         """A Move was performed and its bytes are valid, or its stream has ended and nothing was touched."""
-        link = self._shared.links.get(command.link)
-        if link is not None:
-            self._destination.moved(now, link, command)
+        self._destination.moved(now, self._shared.links.get(command.link), command)
 
     def move_failed(self, now: float, command: Move, error: KVStreamError) -> None:
         """The chunk's bytes could not be had or are not to be believed. PeerLost: as with `stage_failed`. Recalled: the
         source's End will say why."""
-        link = self._shared.links.get(command.link)
-        if link is not None and not isinstance(error, PeerLost):
-            self._destination.move_failed(now, link, command, error)
+        self._destination.move_failed(now, self._shared.links.get(command.link), command, error)
 
     # ------------------------------------------------------------------ time
 
@@ -418,6 +434,8 @@ class Scheduler:
                     self._source.expired(now, key)
                 case Timer.INBOUND, key:
                     self._destination.expired(now, key)
+                case Timer.RESUME, key:
+                    self._destination.not_resumed(now, key)
                 case Timer.RETRY, key:
                     self._source.ask_again(now, key)
                 case Timer.RESERVATION, key:
@@ -444,11 +462,14 @@ class Scheduler:
         stall = f"{self._config.stall_timeout} s (stall_timeout)"
         ending = link.oldest_ending
         if link.silent > self._patience:
+            link.mute = True
             shared.drop(link, PeerLost(f"{link.peer} was silent for {stall}"))
         elif ending is not None and link.beats - ending.since > self._patience:
             shared.drop(link, PeerLost(f"the end of a stream shared with {link.peer} was not answered for {stall}"))
         else:
             self._watch_progress(link)
+            if link.outgoing and link.silent > self._reroute_patience:
+                self._source.silent(now, link)
             if not link.spoke:
                 shared.transmit(link, wire.Beat(self.streams, reply=True))
             link.spoke = False

@@ -1,7 +1,8 @@
 """The destination half of the scheduler core: the life of incoming streams from `receive` or an offer to their one end.
 
-It owns pending offers, the order of reads, confirmations and the decision that a stream is done. The source never
-hears that a stream has ended while a read of its slots is under way here.
+It owns pending offers, the order of reads, confirmations, what is kept of a stream whose connection is lost, and the
+decision that a stream is done. The source never hears that a stream has ended while a read of its slots is under way
+here.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import msgspec
 
 from kvstream import wire
 from kvstream.errors import (
+    Cancelled,
     ConfigError,
     Corrupted,
     DeadlineExceeded,
+    Fenced,
     KVStreamError,
+    PeerLost,
     ProtocolError,
     Recalled,
     Refused,
@@ -166,8 +170,10 @@ class Destination:
             self._end(now, stream, about(error, stream.name))
 
     def fail_all(self, now: float, error: KVStreamError) -> None:
+        # A worker that closes is no reason for a source to give up: it may find another destination.
+        told = Refused(str(error)) if isinstance(error, Cancelled) else None
         for stream in list(self._streams.values()):
-            self._end(now, stream, about(error, stream.name))
+            self._end(now, stream, about(error, stream.name), told=told)
 
     def fail_waiting(self, now: float, names: Sequence[str], error: KVStreamError) -> None:
         for name in names:
@@ -218,9 +224,35 @@ class Destination:
         for offer in list(link.offers.values()):
             self._withdraw(offer, error)
         for stream in list(link.inbound.values()):
-            self._end(now, stream, about(error, stream.name))
+            if isinstance(error, PeerLost):
+                self._suspend(now, stream, error)
+            else:
+                self._end(now, stream, about(error, stream.name))
         self._ask()
         self._move()
+
+    def _suspend(self, now: float, stream: Inbound, error: KVStreamError) -> None:
+        """Keep a stream although its connection is lost: its source may come back."""
+        shared, link = self._shared, stream.link
+        assert link is not None
+        del link.inbound[stream.num]
+        if stream.phase is Phase.DECIDED:
+            # It waits for the source's answer as before, and then is done all the same.
+            stream.link = None
+            return
+        stream.suspend(error)
+        shared.timers.arm(stream.expires, Timer.INBOUND, stream.key)
+        shared.timers.arm(now + shared.config.resume_timeout, Timer.RESUME, stream.key)
+
+    def not_resumed(self, now: float, key: int) -> None:
+        """Its source has not come back in time."""
+        stream = self._streams[key]
+        self._end(now, stream, about(stream.lost or PeerLost(f"{stream.peer} was lost"), stream.name))
+
+    def replaced(self, now: float, peer: str, incarnation: str | None) -> None:
+        for stream in list(self._streams.values()):
+            if stream.phase is Phase.SUSPENDED and stream.peer == peer and stream.incarnation != incarnation:
+                self.not_resumed(now, stream.key)
 
     # ------------------------------------------------------------------ reports on Move
 
@@ -275,21 +307,30 @@ class Destination:
             self._count(link, link.reading)
             self._move()
 
-    def _reported(self, link: Link, command: Move) -> Inbound | None:
-        """A Move is over, one way or the other. Its stream, unless that has ended meanwhile."""
-        self._count(link, -1)
-        link.reading -= 1
-        link.progressed()
-        link.announced -= 1
-        self._turns.room(link.id)
+    def _reported(self, link: Link | None, command: Move) -> tuple[Link, Inbound] | None:
+        """A Move is over, one way or the other. Its stream, unless that has ended, or lost that link, meanwhile."""
+        if link is not None:
+            self._count(link, -1)
+            link.reading -= 1
+            link.progressed()
+            link.announced -= 1
+            self._turns.room(link.id)
         stream = self._streams.get(command.stream)
         if stream is None:
-            self._late_move(link, command)
-        return stream
+            if link is not None:
+                self._late_move(link, command)
+            return None
+        if link is None or stream.link is not link or stream.epoch != command.epoch:
+            # What it has brought is not counted, but its blocks are not written by it any more.
+            stream.adrift -= 1
+            self._rejoin(stream)
+            return None
+        return link, stream
 
-    def moved(self, now: float, link: Link, command: Move) -> None:
-        stream = self._reported(link, command)
-        if stream is not None:
+    def moved(self, now: float, link: Link | None, command: Move) -> None:
+        live = self._reported(link, command)
+        if live is not None:
+            link, stream = live
             stream.stepped = now
             for layer in stream.moved(command.chunk):
                 self._shared.commands.append(Arrived(stream.key, layer))
@@ -305,17 +346,22 @@ class Destination:
             stream.told = stream.confirmed
             self._shared.transmit(link, wire.Confirm(stream.num, stream.epoch, stream.confirmed))
 
-    def move_failed(self, now: float, link: Link, command: Move, error: KVStreamError) -> None:
-        stream = self._reported(link, command)
-        if stream is not None:
-            del stream.moving[command.chunk]
+    def move_failed(self, now: float, link: Link | None, command: Move, error: KVStreamError) -> None:
+        live = self._reported(link, command)
+        if live is not None:
+            link, stream = live
             stream.reading -= 1
-            if isinstance(error, Recalled):
-                # The stream has ended at its source, which has said so before this read: its End is on the way.
+            if isinstance(error, PeerLost | Recalled):
+                # The chunk stays announced and is not in place, whatever comes of the stream.
+                link.announced += 1
+                if isinstance(error, PeerLost):
+                    return  # the loss of the link is on its way, and decides
+                # The stream, or the connection, has ended at its source; so its End, or the loss, is on the way.
                 stream.recalled = error
                 expires = min(stream.expires, now + self._shared.config.end_wait)
                 self._shared.timers.arm(expires, Timer.INBOUND, stream.key)
             else:
+                del stream.moving[command.chunk]
                 self._end(now, stream, about(error, stream.name))
         self._move()
 
@@ -339,6 +385,12 @@ class Destination:
             return
         link.last_num = frame.num
         waiting = self._names.get(frame.stream)
+        if frame.resumes:
+            self._on_resume(now, link, frame, waiting)
+            return
+        if waiting is not None and self._outdated(link, frame, waiting):
+            self._end(now, waiting, Fenced(f"stream {frame.stream}: {link.peer} has begun epoch {frame.epoch} of it"))
+            waiting = None
         error = self._judge(link, frame, waiting)
         if error is not None:
             self._refuse(link, frame, error)
@@ -359,6 +411,55 @@ class Destination:
             self._end(now, waiting, error)
         else:
             self._bind(now, waiting, offer)
+
+    def _outdated(self, link: Link, frame: wire.Offer, stream: Inbound) -> bool:
+        """Whether the source of a live stream offers it anew, under a later epoch."""
+        return stream.link is not link and self._same_source(link, stream) and frame.epoch > stream.epoch
+
+    def _same_source(self, link: Link, stream: Inbound) -> bool:
+        bound = stream.phase is not Phase.WAITING
+        return bound and (stream.peer, stream.incarnation) == (link.peer, link.incarnation)
+
+    def _on_resume(self, now: float, link: Link, frame: wire.Offer, stream: Inbound | None) -> None:
+        """The source of a stream comes back to it on a new connection."""
+        shared = self._shared
+        if (
+            stream is None
+            or not self._same_source(link, stream)
+            or not frame.resumes <= stream.epoch < frame.epoch  # between: our word on an earlier try was lost
+            or stream.tokens != frame.tokens
+            or stream.layers > wire.MAX_RESUMED
+        ):
+            self._refuse(link, frame, Refused(f"stream {frame.stream} is not here any more: nothing to resume"))
+            return
+        old = stream.link
+        if old is not None:
+            # Not noticed here yet: the source has given that connection up.
+            error = PeerLost(f"{link.peer} has come back by a new connection")
+            self._suspend(now, stream, error)
+            shared.drop(old, error)
+        shared.watch(now, link)
+        stream.link, stream.num, stream.epoch = link, frame.num, frame.epoch
+        stream.stepped = now
+        link.inbound[stream.num] = stream
+        if stream.phase is Phase.DECIDED:
+            shared.transmit(link, wire.End(stream.num, stream.epoch, "done"))
+            shared.timers.arm(now + shared.config.end_wait, Timer.INBOUND, stream.key)
+        else:
+            shared.timers.arm(now + shared.config.resume_timeout, Timer.RESUME, stream.key)
+            self._rejoin(stream)
+
+    def _rejoin(self, stream: Inbound) -> None:
+        """Go on with a stream whose source has come back, as soon as nothing of before can write into its blocks."""
+        link, shared = stream.link, self._shared
+        if link is None or stream.phase is not Phase.SUSPENDED or stream.adrift:
+            return
+        stream.phase = Phase.STREAMING
+        stream.lost = None
+        shared.timers.cancel(Timer.RESUME, stream.key)
+        shared.commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch, resumed=True))
+        first_token = min(stream.tokens, stream.first_block * shared.block_tokens)
+        shared.transmit(link, wire.Accept(stream.num, stream.epoch, first_token, list(stream.expected)))
 
     def on_ready(self, now: float, link: Link, frame: wire.Ready) -> None:
         stream = self._on_link(link, frame.num, frame.epoch)
@@ -399,6 +500,8 @@ class Destination:
 
     def _told(self, now: float, link: Link, stream: Inbound, frame: wire.End) -> None:
         """The source ended the stream, or said that it has announced everything, or heard our decision."""
+        if stream.phase is Phase.SUSPENDED and frame.code == "done":
+            raise ProtocolError(f"stream {stream.name}: an end before it was resumed")
         if stream.phase is not Phase.DECIDED and frame.answer:
             raise ProtocolError(f"stream {stream.name}: an answer to an end that was never sent")
         if frame.code != "done":
@@ -453,6 +556,7 @@ class Destination:
             stream.fetching = None
         stream.link = link
         stream.peer = link.peer
+        stream.incarnation = link.incarnation
         stream.num = offer.frame.num
         stream.epoch = offer.frame.epoch
         stream.phase = Phase.STREAMING
@@ -489,18 +593,29 @@ class Destination:
         self._shared.timers.arm(now + self._shared.config.end_wait, Timer.INBOUND, stream.key)
         return True
 
-    def _end(self, now: float, stream: Inbound, error: KVStreamError, *, answer: bool = False) -> None:
+    def _end(
+        self,
+        now: float,
+        stream: Inbound,
+        error: KVStreamError,
+        *,
+        answer: bool = False,
+        told: KVStreamError | None = None,
+    ) -> None:
         """End a stream with an error, unless it is decided: the source may have heard that it is done, so it is.
 
-        The source hears of it when no read of its slots is under way; `answer` when it was the source that ended it.
+        The source hears of it, or what is `told` in place of it, when no read of its slots is under way; `answer` when
+        it was the source that ended it.
         """
         if stream.phase is Phase.DECIDED:
             self._finish(now, stream, None, provisional=True)
             return
         link = stream.link
-        if link is not None:
+        if stream.phase is not Phase.WAITING:
             error.valid_layers = stream.valid_layers
-            last = wire.End(stream.num, stream.epoch, error.code, text_of(error), answer=answer)
+        if link is not None:
+            word = told or error
+            last = wire.End(stream.num, stream.epoch, word.code, text_of(word), answer=answer)
             # What was announced and is not being read never will be.
             moving = stream.reading
             link.announced -= len(stream.moving) - moving
@@ -514,6 +629,7 @@ class Destination:
 
     def _finish(self, now: float, stream: Inbound, error: KVStreamError | None, *, provisional: bool) -> None:
         """The one place where a destination's stream ends."""
+        bound = stream.phase is not Phase.WAITING
         stream.phase = Phase.ENDED
         del self._streams[stream.key]
         del self._names[stream.name]
@@ -522,8 +638,10 @@ class Destination:
         if stream.fetching is not None:
             stream.fetching.answered()
             stream.fetching = None
+        self._shared.timers.cancel(Timer.RESUME, stream.key)
         if stream.link is not None:
             del stream.link.inbound[stream.num]
+        if bound:
             self._receiving -= 1
             self._tokens -= stream.tokens
             self._drain.finished(now, stream.tokens, more=self._receiving > 0)

@@ -23,6 +23,8 @@ from kvstream.scheduler.commands import (
     Fetched,
     Move,
     Offered,
+    Rerouted,
+    Route,
     Stage,
     Stalled,
     Transmit,
@@ -44,7 +46,8 @@ class Effects(Protocol):
     def stage(self, command: Stage) -> None: ...
     def move(self, command: Move) -> None: ...
     def notify(
-        self, command: Offered | Withdrawn | Fetched | Accepted | Arrived | Ended | Stalled | Declined
+        self,
+        command: Offered | Withdrawn | Fetched | Accepted | Rerouted | Route | Arrived | Ended | Stalled | Declined,
     ) -> None: ...
     def pumped(self) -> None:
         """Every command is performed: a good moment to look at the core's state."""

@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvstream.errors import ProtocolError, Recalled
+from kvstream.errors import KVStreamError, ProtocolError, Recalled
 from kvstream.scheduler.fairness import Group, Order
 from kvstream.scheduler.stats import WaitsFor
 from kvstream.wire import End, Ready
@@ -27,6 +27,8 @@ class Phase(enum.Enum):
     WAITING = "waiting"
     """receive() was called; no source has offered the stream yet."""
     STREAMING = "streaming"
+    SUSPENDED = "suspended"
+    """Its connection is lost. It keeps what it has, for a bounded time in which its source may come back."""
     DECIDED = "decided"
     """End "done" is sent: this side counts the stream as done and waits, bounded, for the source's answer."""
     ENDED = "ended"
@@ -54,7 +56,7 @@ class DestinationTurn:
         return self.stream.due, self.stream.age, self.frame.chunk
 
     def alive(self) -> bool:
-        return self.stream.phase is Phase.STREAMING
+        return self.stream.phase is Phase.STREAMING and self.stream.epoch == self.frame.epoch
 
     def open(self) -> bool:
         return self.link.reading < self.limit
@@ -100,8 +102,14 @@ class Inbound:
     phase: Phase = Phase.WAITING
     epoch: int = 0
     peer: str | None = None
+    incarnation: str = ""
+    """Of the source."""
     link: Link | None = None
     num: int = 0
+    lost: KVStreamError | None = None
+    """Why its connection was lost, while it is suspended."""
+    adrift: int = 0
+    """Moves of connections that it has no more, which may still write into its blocks."""
     chunks: int = 0
     moving: dict[int, Ready] = field(default_factory=dict[int, Ready])
     """Chunks that are announced and not in place."""
@@ -134,6 +142,8 @@ class Inbound:
 
     def ready(self, frame: Ready) -> None:
         """Take note of an announced chunk. Raises ProtocolError when it does not continue what came before."""
+        if self.phase is Phase.SUSPENDED:
+            raise ProtocolError(f"stream {self.name}: a chunk before it was resumed")
         if self.source_end is not None:
             raise ProtocolError(f"stream {self.name}: a chunk after the source said that it was done")
         if frame.chunk != self.chunks:
@@ -168,10 +178,28 @@ class Inbound:
         self.arrived += len(whole)
         return whole
 
+    def suspend(self, why: KVStreamError) -> None:
+        """The connection is lost: what is not in place will have to be announced again, in the next epoch."""
+        self.phase = Phase.SUSPENDED
+        self.lost = why
+        self.adrift += self.reading
+        self.link = None
+        for frame in self.moving.values():
+            for layer in range(frame.layer, frame.layer + frame.layers):
+                self.expected[layer] = min(self.expected[layer], frame.first)
+        # Of a layer that is not whole, blocks behind a gap count as missing again.
+        self.missing = [self.blocks - first for first in self.expected]
+        self.moving.clear()
+        self.in_place.clear()
+        self.chunks = self.reading = self.confirmed = self.told = 0
+        self.source_end = self.recalled = None
+
     @property
     def waits_for(self) -> WaitsFor:
         if self.phase is Phase.WAITING:
             return "offer"
+        if self.phase is Phase.SUSPENDED:
+            return "bytes" if self.adrift else "connection"
         if self.phase is not Phase.STREAMING or self.recalled is not None:
             return "end"
         if self.reading:

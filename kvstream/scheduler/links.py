@@ -45,6 +45,8 @@ class Link:
     """Source: how many of the slots one stream may hold."""
     version: int = VERSION
     """Of the protocol, as both sides speak it."""
+    incarnation: str = ""
+    """Of the peer: only to the same may a stream come back."""
     free: list[int] = field(default_factory=list[int])
     outbound: dict[int, Outbound] = field(default_factory=dict[int, Outbound])
     inbound: dict[int, Inbound] = field(default_factory=dict[int, Inbound])
@@ -65,6 +67,8 @@ class Link:
     spoke: bool = False
     """Whether something was sent since the last beat."""
     dropping: bool = False
+    mute: bool = False
+    """Whether it was given up for the peer's silence."""
     progress: int = 0
     """The beat in which a slot was last given back, or taken while all were free; a read was ended, or the first one
     begun."""

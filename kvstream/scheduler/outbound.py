@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvstream.errors import ConfigError
+from kvstream.errors import ConfigError, KVStreamError, ProtocolError
 from kvstream.scheduler.fairness import Group, Order
 from kvstream.scheduler.stats import WaitsFor
 from kvstream.wire import Ready
@@ -36,6 +36,8 @@ class Phase(enum.Enum):
     STREAMING = "streaming"
     PAUSING = "pausing"
     """Every candidate has refused for now; it will be offered again."""
+    ROUTING = "routing"
+    """Its destination is lost, and its policy is asked for another."""
     FINISHING = "finishing"
     """End "done" is sent: from here on the destination may have finished."""
     ENDED = "ended"
@@ -109,6 +111,29 @@ class Outbound:
     pauses: int = 0
     counted: str | None = None
     """The peer among whose streams this one is counted."""
+    routable: bool = False
+    """Whether a policy can be asked for further candidates."""
+    asking: bool = False
+    """Whether it is being asked."""
+    named: list[str] = field(init=False)
+    """All that were candidates so far."""
+    tried: list[str] = field(init=False)
+    """Those that have been offered the stream since one last accepted it."""
+    failed: list[str] = field(init=False)
+    """Those that were lost or could not be had: they are not asked again."""
+    reroutes: int = 0
+    """How often it was taken away from a destination that had accepted it."""
+    doubts: list[str] = field(init=False)
+    """Destinations that it left when they may have finished it."""
+    why: KVStreamError | None = None
+    """Why it left the last one."""
+    incarnation: str = ""
+    """Of the destination that has accepted it."""
+    resumes: int = 0
+    """The epoch that is to go on by a new connection to the destination that had it; 0: none is."""
+    was_finishing: bool = False
+    """With `resumes`: it was FINISHING in that epoch."""
+    resume_until: float = 0.0
     phase: Phase = Phase.CONNECTING
     epoch: int = 0
     peer: str | None = None
@@ -116,6 +141,8 @@ class Outbound:
     num: int = 0
     first_block: int = 0
     watermark: list[int] = field(init=False)
+    reached: list[int] = field(init=False)
+    """By layer: up to which block it has been announced, in any epoch."""
     pending: deque[Piece] = field(init=False)
     turn: SourceTurn | None = None
     """Its place among those who wait for a slot."""
@@ -129,11 +156,13 @@ class Outbound:
     """When it last made a step."""
 
     def __post_init__(self) -> None:
-        self.again = []
+        self.again, self.tried, self.failed, self.doubts = [], [], [], []
         self.watermark = [0] * self.layers
         self.pending = deque()
         self.staged = {}
         self.in_flight = deque()
+        self.reached = [0] * self.layers
+        self.named = list(self.candidates)
 
     def advance(self, layer: int, start: int, stop: int) -> None:
         """Tokens [start, stop) of a layer are computed. Ranges come in order and may repeat what was said before.
@@ -183,6 +212,7 @@ class Outbound:
         """Begin a new epoch with a destination; what the last one held of our slots is the core's business."""
         self.epoch += 1
         self.peer = peer
+        self.tried.append(peer)
         self.leave(Phase.CONNECTING)
 
     def leave(self, phase: Phase) -> None:
@@ -196,17 +226,77 @@ class Outbound:
         self.in_flight.clear()
         self.chunks = self.announced = self.confirmed = 0
 
+    @property
+    def accepted_by(self) -> str | None:
+        """The destination that has it, or had it until the connection was lost and may go on with it."""
+        return self.peer if self.resumes or self.phase in (Phase.STREAMING, Phase.FINISHING) else None
+
+    @property
+    def maybe_done(self) -> bool:
+        """Whether that destination may have finished it."""
+        return self.was_finishing if self.resumes else self.phase is Phase.FINISHING
+
+    @property
+    def others(self) -> list[str]:
+        """Who may take it if its destination is lost: also those that refused before."""
+        return [peer for peer in self.named if peer not in self.failed and peer != self.peer]
+
+    def lost(self, peer: str, *, doubt: bool, failed: bool) -> None:
+        """The destination that had accepted it is out. All others are candidates again; it is one, the last, only if it
+        has not `failed`."""
+        self.reroutes += 1
+        if doubt:
+            self.doubts.append(peer)
+        self.candidates = self.others
+        if failed:
+            self.failed.append(peer)
+        else:
+            self.candidates.append(peer)
+        self.again = []
+        self.tried = []
+        self.resumes = 0
+
+    def come_back(self, why: KVStreamError, until: float) -> None:
+        """The connection to the destination is lost: begin a new epoch with the same."""
+        assert self.peer is not None
+        if not self.resumes:
+            self.was_finishing = self.phase is Phase.FINISHING
+            self.resumes, self.why, self.resume_until = self.epoch, why, until
+        self.offer_to(self.peer)
+
+    def resumed(self, have: list[int]) -> int:
+        """The destination goes on: what it does not have becomes pending. Returns of how many layers something that had
+        been announced before is announced again. Raises ProtocolError for what it can't have."""
+        valid = len(have) == self.layers and all(
+            self.first_block <= n <= max(self.first_block, reached)
+            for n, reached in zip(have, self.reached, strict=True)
+        )
+        if not valid:
+            raise ProtocolError(f"stream {self.name}: resumed with {have} blocks; {self.reached} were announced")
+        self.phase = Phase.STREAMING
+        self.tried = []
+        self.resumes = 0
+        self.reroutes += 1
+        for layer, done in enumerate(self.watermark):
+            first, stop = have[layer], self._whole_blocks(done)
+            if first < stop:
+                self.pending.append(Piece(layer, first, stop))
+        return sum(n < reached for n, reached in zip(have, self.reached, strict=True))
+
     def refused(self, peer: str, retry_after: float) -> None:
         """A candidate said no for now."""
         self.pause = min(self.pause, retry_after) if self.again else retry_after
         self.again.append(peer)
 
-    def accepted(self, first_token: int) -> None:
-        """The destination took the offer: everything that is ready becomes pending, layer by layer."""
+    def accepted(self, first_token: int) -> int:
+        """The destination took the offer: everything that is ready becomes pending, layer by layer. Returns of how many
+        layers something had been announced before that is announced again."""
         self.phase = Phase.STREAMING
+        self.tried = []
         self.first_block = first_block(first_token, self.tokens, self.block_tokens)
         for layer, done in enumerate(self.watermark):
             self._add(layer, 0, self._whole_blocks(done))
+        return sum(reached > self.first_block for reached in self.reached)
 
     def cut(self, limit: int, group: int) -> tuple[int, Piece]:
         """Number the next chunk: at most `limit` blocks off the front of what is pending. Layers that are ready for the
@@ -235,6 +325,8 @@ class Outbound:
         while (frame := self.staged.pop(self.announced, None)) is not None:
             self.in_flight.append((frame.chunk, frame.slot))
             self.announced += 1
+            for layer in range(frame.layer, frame.layer + frame.layers):
+                self.reached[layer] = max(self.reached[layer], frame.first + frame.count)
             frames.append(frame)
         return frames
 
@@ -255,6 +347,8 @@ class Outbound:
                 return "answer"
             case Phase.PAUSING:
                 return "retry"
+            case Phase.ROUTING:
+                return "route"
             case Phase.STREAMING | Phase.ENDED:
                 pass
             case Phase.FINISHING:

@@ -32,6 +32,10 @@ class Counters:
     offers_refused: int = 0
     stalls: int = 0
     """Times that a peer made no progress for config.stall_warning."""
+    reroutes: int = 0
+    """Times that a stream was taken away from a destination that had accepted it, to go elsewhere."""
+    resumes: int = 0
+    """Times that a stream went on with the destination that it had, after the loss of their connection."""
     ended: dict[str, int] = field(default_factory=dict[str, int])
     """Streams by the code of their end, both directions."""
 

@@ -1,7 +1,8 @@
 """The source half of the scheduler core: the life of outgoing streams from `send` to their one end.
 
-It owns candidates, offers, slots and their order, announcements and the source's End. A slot that was announced is
-never given out again before the peer has confirmed it, has ended the stream, or the link is gone.
+It owns candidates, offers, slots and their order, announcements, the way on when a destination is lost in mid-stream,
+and the source's End. A slot that was announced is never given out again before the peer has confirmed it, has ended the
+stream, or the link is gone.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from collections.abc import Iterable, Sequence
 
 from kvstream import wire
 from kvstream.errors import (
+    Cancelled,
     ConfigError,
     DeadlineExceeded,
+    Fenced,
     KVStreamError,
     PeerLost,
     ProtocolError,
     Refused,
     from_code,
 )
-from kvstream.scheduler.commands import Accepted, Declined, Dial, Ended, Stage
+from kvstream.scheduler.commands import Accepted, Declined, Dial, Ended, Rerouted, Route, Stage
 from kvstream.scheduler.drain import MIN_RETRY_AFTER, DrainRate
 from kvstream.scheduler.links import Ending, Link
 from kvstream.scheduler.outbound import Outbound, Phase, SourceTurn
@@ -30,12 +33,19 @@ from kvstream.scheduler.turns import Turns
 
 __all__ = ["Source"]
 
+_REDIAL = 0.05
+"""Seconds between two tries to reach a destination to which there is no way at present."""
+_RESUMES = 2
+"""The protocol version that brought offers that resume."""
+_ELSEWHERE = (Refused, Fenced, PeerLost)
+"""A destination that ends a stream for one of these is not able to go on with it, but another may be."""
+
 
 class Source:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._streams: dict[int, Outbound] = {}
-        self._names: set[str] = set()
+        self._names: dict[str, int] = {}
         self._outgoing: dict[str, Link] = {}
         self._connecting: dict[str, list[int]] = {}
         self._turns = Turns[SourceTurn](shared.config.share_weights)
@@ -100,6 +110,7 @@ class Source:
         retry: bool,
         copy: bool,
         fetch: bytes,
+        routable: bool,
     ) -> int:
         shared = self._shared
         shared.check_open()
@@ -130,11 +141,12 @@ class Source:
             retry=retry,
             copy=copy,
             fetch=fetch,
+            routable=routable,
         )
         self._drain.begun(now)
         self._streams[stream.key] = stream
         if not copy:
-            self._names.add(name)
+            self._names[name] = stream.key
         shared.timers.arm(stream.expires, Timer.OUTBOUND, stream.key)
         self._try_next(now, stream)
         return stream.key
@@ -202,27 +214,91 @@ class Source:
         self._outgoing[link.peer] = link
         for key in self._connecting.pop(link.peer, []):
             if (stream := self._streams.get(key)) is not None:
-                self._offer(now, stream, link)
+                self._reach(now, stream, link)
             elif (unborn := self._unborn.pop(key, None)) is not None:
                 stream, error = unborn
                 self._offer(now, stream, link)
                 self._part(stream, link, error)
 
-    def link_failed(self, now: float, peer: str, error: KVStreamError) -> None:
+    def link_failed(self, now: float, peer: str, error: KVStreamError, *, silent: bool) -> None:
         for key in self._connecting.pop(peer, []):
             self._unborn.pop(key, None)
-            if (stream := self._streams.get(key)) is not None:
+            stream = self._streams.get(key)
+            if stream is None:
+                continue
+            if stream.accepted_by is None:
                 self._next_or_end(now, stream, error)
+            elif silent and not stream.others and self._may_come_back(now, stream, error):
+                self._shared.timers.arm(now + _REDIAL, Timer.RETRY, stream.key)
+            else:
+                self._lost(now, stream, stream.why or error)
 
     def link_lost(self, now: float, link: Link, error: KVStreamError) -> None:
         self._turns.forget(link.id)
         if self._outgoing.get(link.peer) is link:
             del self._outgoing[link.peer]
         for stream in list(link.outbound.values()):
-            if stream.phase is Phase.FINISHING:
-                self._end(now, stream, _in_doubt(error, stream), tell=False)
-            else:
+            if stream.accepted_by is None:
                 self._next_or_end(now, stream, error)
+            elif self._may_come_back(now, stream, error) and not (link.mute and stream.others):
+                self._come_back(now, stream, error)
+            else:
+                self._lost(now, stream, error)
+
+    def silent(self, now: float, link: Link) -> None:
+        """A peer is silent for so long that those of its streams which can go elsewhere had better do."""
+        error = PeerLost(f"{link.peer} was silent for {self._shared.config.reroute_timeout} s (reroute_timeout)")
+        for stream in list(link.outbound.values()):
+            if stream.accepted_by is None:
+                if stream.candidates:
+                    self._detach(stream, tell=_fenced(stream, error))
+                    self._next_or_end(now, stream, error)
+            elif stream.others:
+                self._lost(now, stream, error, tell=_fenced(stream, error))
+            elif stream.routable and self._may_reroute(stream):
+                self._ask(stream)
+
+    # ------------------------------------------------------------------ orders, and a policy's answers
+
+    def reroute(self, now: float, name: str, candidates: Sequence[str]) -> None:
+        stream = self._streams.get(self._names.get(name, 0))
+        if stream is None:
+            raise ConfigError("stream", f"{name!r} is not being sent here")
+        wanted = [peer for peer in candidates if peer != stream.peer] or ([] if candidates else stream.others)
+        if not wanted:
+            if candidates:
+                raise ConfigError("to", f"stream {name} goes to {stream.peer} already")
+            raise Refused(f"stream {name}: there is no destination but {stream.peer}; name one (to=)")
+        if not self._may_reroute(stream):
+            raise Refused(f"stream {name} was rerouted {stream.reroutes} times already (max_reroutes)")
+        order = Cancelled(f"stream {name} is rerouted to {wanted[0]} by order")
+        stream.failed = [peer for peer in stream.failed if peer not in wanted]
+        stream.named = [*wanted, *(peer for peer in stream.named if peer not in wanted)]
+        if stream.accepted_by is None:
+            self._detach(stream, tell=_fenced(stream, order))
+            stream.candidates = [peer for peer in stream.named if peer not in stream.failed]
+            self._go_on(now, stream, order)
+        else:
+            self._lost(now, stream, order, tell=_fenced(stream, order), failed=False)
+
+    def routed(self, now: float, key: int, candidates: Sequence[str]) -> None:
+        stream = self._streams.get(key)
+        if stream is None or not stream.asking:
+            return
+        stream.asking = False
+        more = [peer for peer in candidates if peer not in (*stream.failed, *stream.tried, stream.peer)]
+        stream.named += [peer for peer in more if peer not in stream.named]
+        if stream.phase is Phase.ROUTING:
+            stream.candidates = more
+            self._go_on(now, stream, stream.why or PeerLost(f"{stream.peer} is lost"), ask=False)
+
+    def _ask(self, stream: Outbound) -> None:
+        if not stream.asking:
+            stream.asking = True
+            exclude = dict.fromkeys([*stream.failed, *stream.tried])
+            if stream.peer is not None:
+                exclude[stream.peer] = None
+            self._shared.commands.append(Route(stream.key, tuple(exclude)))
 
     # ------------------------------------------------------------------ reports on Stage
 
@@ -259,8 +335,10 @@ class Source:
         self._release(link, [command.slot])
 
     def _staging(self, command: Stage) -> Outbound | None:
+        """The stream of a Stage, unless it has ended or left that destination."""
         stream = self._streams.get(command.stream)
-        return stream if stream is not None and stream.epoch == command.epoch else None
+        there = stream is not None and stream.epoch == command.epoch and stream.accepted_by is not None
+        return stream if there else None
 
     # ------------------------------------------------------------------ frames
 
@@ -283,18 +361,35 @@ class Source:
         elif isinstance(frame, wire.Accept):
             if frame.first_token > stream.tokens:
                 raise ProtocolError(f"stream {stream.name}: accepted from token {frame.first_token} of {stream.tokens}")
-            stream.accepted(frame.first_token)
-            stream.stepped = now
-            self._shared.commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch))
-            self._continue(stream)
+            self._accepted(now, link, stream, frame)
+        elif stream.accepted_by is not None:
+            why = stream.why or PeerLost(f"{stream.peer} has lost stream {stream.name}: {frame.message}")
+            self._lost(now, stream, why)
         else:
             del link.outbound[stream.num]
             self._next_or_end(now, stream, from_code(frame.code, frame.message, retry_after=frame.retry_after))
 
+    def _accepted(self, now: float, link: Link, stream: Outbound, frame: wire.Accept) -> None:
+        commands = self._shared.commands
+        resumed = stream.resumes
+        if resumed:
+            resent = stream.resumed(frame.have)
+            self._shared.counters.resumes += 1
+            why = stream.why or PeerLost(f"{stream.peer} was lost")
+            commands.append(Rerouted(stream.key, resumed, link.peer, about(why, stream.name)))
+        else:
+            resent = stream.accepted(frame.first_token)
+            stream.incarnation = link.incarnation
+        stream.stepped = now
+        commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch, resent, resumed > 0))
+        self._continue(stream)
+
     def on_end(self, now: float, link: Link, frame: wire.End) -> None:
         ending = link.ending.get(frame.num)
         if ending is not None and ending.epoch == frame.epoch:
-            # Whether it answers our End or has crossed it: the peer reads no more.
+            # Whether it answers our End or has crossed it: the peer reads no more. If it is done, it is so in an epoch
+            # that does not count any more.
+            self._shared.counters.stale_frames += frame.code == "done"
             del link.ending[frame.num]
             self._release(link, ending.slots)
             return
@@ -303,14 +398,17 @@ class Source:
             self._shared.answer(link, frame)
             return
         done = frame.code == "done"
-        if (done or frame.answer) and stream.phase is not Phase.FINISHING:
+        if (done or frame.answer) and not stream.maybe_done:
             raise ProtocolError(f"stream {stream.name}: an answer to an end that was never sent")
         if done and frame.answer:
             raise ProtocolError(f"stream {stream.name}: an answer in place of a decision")
         self._shared.answer(link, frame)
         slots = [slot for _, slot in stream.in_flight]
         error = None if done else from_code(frame.code, frame.message)
-        self._end(now, stream, error, tell=False)
+        if isinstance(error, _ELSEWHERE) and stream.accepted_by is not None:
+            self._lost(now, stream, error, heard=True)
+        else:
+            self._end(now, stream, error, tell=False)
         self._release(link, slots)
 
     def _on_link(self, link: Link, num: int, epoch: int) -> Outbound | None:
@@ -327,11 +425,37 @@ class Source:
         stream.offer_to(peer)
         self._count(stream, peer)
         stream.stepped = now
+        self._connect(now, stream)
+
+    def _connect(self, now: float, stream: Outbound) -> None:
+        peer = stream.peer
+        assert peer is not None
         link = self.connect(peer)
         if link is not None:
-            self._offer(now, stream, link)
+            self._reach(now, stream, link)
         else:
             self._connecting[peer].append(stream.key)
+
+    def _reach(self, now: float, stream: Outbound, link: Link) -> None:
+        """There is a connection with the stream's peer."""
+        if stream.resumes and link.incarnation != stream.incarnation:
+            self._lost(now, stream, PeerLost(f"{link.peer} was replaced by a newer incarnation"))
+        elif stream.resumes and link.version < _RESUMES:
+            self._lost(now, stream, PeerLost(f"{link.peer} speaks a protocol that knows no resuming"))
+        else:
+            self._offer(now, stream, link)
+
+    def _may_come_back(self, now: float, stream: Outbound, error: KVStreamError) -> bool:
+        """Whether the destination that had a stream may still have what it had of it, and go on."""
+        in_time = not stream.resumes or now < stream.resume_until
+        open_ = self._shared.closed is None and stream.layers <= wire.MAX_RESUMED
+        return open_ and in_time and isinstance(error, PeerLost) and self._may_reroute(stream)
+
+    def _come_back(self, now: float, stream: Outbound, error: KVStreamError) -> None:
+        """Go on with the destination that had a stream, by a new connection."""
+        stream.come_back(error, now + self._shared.config.resume_timeout)
+        stream.stepped = now
+        self._connect(now, stream)
 
     def _count(self, stream: Outbound, peer: str | None) -> None:
         """Count a stream among those of this peer, and no longer of another."""
@@ -347,14 +471,79 @@ class Source:
         """This destination is out: on to the next candidate, to a pause before all are asked again, or to the end."""
         if stream.peer is not None:
             self._shared.commands.append(Declined(stream.peer, error))
-        if stream.retry and stream.peer is not None and isinstance(error, Refused) and error.retry_after is not None:
-            stream.refused(stream.peer, error.retry_after)
+            if not isinstance(error, Refused):
+                stream.failed.append(stream.peer)
+            elif stream.retry and error.retry_after is not None:
+                stream.refused(stream.peer, error.retry_after)
+        self._go_on(now, stream, error)
+
+    def _go_on(self, now: float, stream: Outbound, error: KVStreamError, *, ask: bool = True) -> None:
+        """Without a destination: try the next, pause, ask for more, or end with this error."""
         if stream.candidates:
             self._try_next(now, stream)
         elif stream.again and self._pause(now, stream):
             stream.stepped = now
+        elif ask and stream.routable and stream.reroutes:
+            stream.stepped = now
+            stream.leave(Phase.ROUTING)
+            stream.why = error
+            self._count(stream, None)
+            self._ask(stream)
         else:
             self._end(now, stream, about(error, stream.name), tell=False)
+
+    def _may_reroute(self, stream: Outbound) -> bool:
+        return stream.reroutes < self._shared.config.max_reroutes
+
+    def _lost(
+        self,
+        now: float,
+        stream: Outbound,
+        error: KVStreamError,
+        *,
+        heard: bool = False,
+        tell: KVStreamError | None = None,
+        failed: bool = True,
+    ) -> None:
+        """The destination that had accepted a stream is out, for this reason: on to another, from layer 0, or to the
+        end. `heard`: it has said so itself; `tell`: what it is told; `failed`: it is not to be asked again."""
+        peer, doubt = stream.accepted_by, stream.maybe_done and not heard
+        assert peer is not None
+        if stream.phase is Phase.CONNECTING:
+            stream.epoch -= 1  # it was meant for the same peer, and never offered
+        if failed:
+            self._shared.commands.append(Declined(peer, error))
+        if not self._may_reroute(stream) or not (stream.others or stream.routable):
+            if doubt:
+                stream.doubts.append(peer)
+                error = _in_doubt(error, stream)
+            stream.resumes = 0
+            self._end(now, stream, about(error, stream.name), tell=False)
+            return
+        epoch = stream.resumes or stream.epoch
+        link, staged = stream.link, [ready.slot for ready in stream.staged.values()]
+        self._detach(stream, tell=tell)
+        stream.lost(peer, doubt=doubt, failed=failed)
+        self._shared.counters.reroutes += 1
+        self._shared.commands.append(Rerouted(stream.key, epoch, peer, about(error, stream.name)))
+        self._go_on(now, stream, error)
+        if link is not None and not link.dropping:
+            self._release(link, staged)
+
+    def _detach(self, stream: Outbound, *, tell: KVStreamError | None) -> None:
+        """Take a stream away from where it is. With `tell` the peer hears of it, and what it may be reading stays taken
+        until it answers."""
+        link = stream.link
+        if link is not None and tell is not None:
+            self._part(stream, link, tell)
+        elif link is not None:
+            link.outbound.pop(stream.num, None)
+        elif stream.phase is Phase.CONNECTING and stream.peer is not None:
+            keys = self._connecting.get(stream.peer, [])
+            if stream.key in keys:
+                keys.remove(stream.key)
+        self._shared.timers.cancel(Timer.RETRY, stream.key)
+        stream.asking = False
 
     def _pause(self, now: float, stream: Outbound) -> bool:
         """Wait before those who refused for now are asked again; False when the deadline leaves no time for that.
@@ -374,6 +563,9 @@ class Source:
     def ask_again(self, now: float, key: int) -> None:
         """The pause of a stream is over."""
         stream = self._streams[key]
+        if stream.resumes:
+            self._connect(now, stream)
+            return
         stream.candidates, stream.again = stream.again, []
         self._try_next(now, stream)
 
@@ -395,6 +587,7 @@ class Source:
             stream.metadata,
             stream.group[0],
             stream.fetch,
+            stream.resumes,
         )
         self._shared.transmit(link, frame)
 
@@ -471,18 +664,30 @@ class Source:
         shared = self._shared
         del self._streams[stream.key]
         if not stream.copy:
-            self._names.remove(stream.name)
+            del self._names[stream.name]
         self._count(stream, None)
         self._drain.finished(now, 1, more=bool(self._streams))
         shared.timers.cancel(Timer.OUTBOUND, stream.key)
         shared.timers.cancel(Timer.RETRY, stream.key)
-        connecting = stream.phase is Phase.CONNECTING
-        if tell and error is not None and stream.phase is Phase.FINISHING and stream.peer is not None:
-            error.in_doubt = (stream.peer,)
+        connecting = stream.peer is not None and stream.key in self._connecting.get(stream.peer, ())
+        doubts = dict.fromkeys(stream.doubts)
+        if error is not None:
+            if tell and stream.maybe_done and stream.peer is not None:
+                doubts[stream.peer] = None
+            error.in_doubt = tuple(doubts)
         stream.phase = Phase.ENDED
         stream.turn = None
         shared.ended(
-            Ended(stream.key, error, b"", stream.epoch, stream.peer, provisional=False, ready=stream.all_ready)
+            Ended(
+                stream.key,
+                error,
+                b"",
+                stream.epoch,
+                stream.peer,
+                provisional=False,
+                ready=stream.all_ready,
+                in_doubt=tuple(doubts),
+            )
         )
         link = stream.link
         if link is None:
@@ -528,9 +733,14 @@ def _is_unicode(text: str) -> bool:
 
 
 def _in_doubt(error: KVStreamError, stream: Outbound) -> KVStreamError:
+    """Of a stream that ends while its destination may be done."""
     mine = PeerLost(
         f"stream {stream.name}: everything was sent, but {stream.peer}'s decision did not come back: {error}"
     )
     mine.__cause__ = error.__cause__
-    mine.in_doubt = (stream.peer,) if stream.peer is not None else ()
     return mine
+
+
+def _fenced(stream: Outbound, why: KVStreamError) -> Fenced:
+    """What a destination is told whose epoch of a stream is over."""
+    return Fenced(f"epoch {stream.epoch} of stream {stream.name} is over, the stream goes elsewhere: {why}")

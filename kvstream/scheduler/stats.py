@@ -14,14 +14,15 @@ __all__ = ["Direction", "PeerState", "StreamState", "WaitsFor"]
 Direction = Literal["send", "receive"]
 
 WaitsFor = Literal[
-    "connection", "answer", "retry", "engine", "slot", "turn", "confirmation", "offer", "chunk", "bytes", "end"
+    "connection", "answer", "retry", "route", "engine", "slot", "turn", "confirmation", "offer", "chunk", "bytes", "end"
 ]
 """What a stream waits for at present.
 
-Source: `connection` to the peer; the peer's `answer` to the offer; the time to `retry` after a refusal; its `engine`,
-by way of layer_ready or done; a `slot`, which the peer's confirmations free; its `turn` in this process; the peer's
-`confirmation` of all that is announced, or its word on the `end`. Destination: an `offer`; the source's next `chunk`;
-its `turn` in this process; `bytes` that are being read; the source's answer to the `end`.
+Source: `connection` to the peer; the peer's `answer` to the offer; the time to `retry` after a refusal; a `route`
+elsewhere, when its destination is lost; its `engine`, by way of layer_ready or done; a `slot`, which the peer's
+confirmations free; its `turn` in this process; the peer's `confirmation` of all that is announced, or its word on the
+`end`. Destination: an `offer`; the source's next `chunk`; its `turn` in this process; `bytes` that are being read; the
+source's answer to the `end`.
 """
 
 

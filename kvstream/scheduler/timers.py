@@ -24,6 +24,8 @@ class Timer(enum.Enum):
     """A destination's stream has reached its deadline or, once it is decided, the end of its wait for an answer."""
     RESERVATION = "reservation"
     """Nothing has come of a destination's stream for long enough."""
+    RESUME = "resume"
+    """A destination's stream has waited long enough for its source to come back."""
     RETRY = "retry"
     """A source's stream that was refused everywhere tries again."""
     OFFER = "offer"

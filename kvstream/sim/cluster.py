@@ -223,6 +223,8 @@ class Life:
                 actor = self.process.call_later(plan.action_at, self._cancel, tx)
             elif plan.action == "abandon":
                 actor = self.process.call_later(plan.action_at, me.cancel)
+            elif plan.action == "reroute":
+                actor = self.process.call_later(plan.action_at, self._reroute, plan)
 
         try:
             async with tx:
@@ -265,6 +267,17 @@ class Life:
                     prompt.fill(self.pool, layer, ids, start, stop)
                 tx.layer_ready(layer, (start, stop))
 
+    def _reroute(self, plan: StreamPlan) -> None:
+        """The user, or an orchestrator, orders a stream elsewhere."""
+        if self.runtime is None:
+            return
+        try:
+            self.runtime.reroute(plan.name, plan.order or None)
+        except (ConfigError, Refused) as error:  # it has ended, or there is nowhere to go
+            self.cluster.ledger.note("not rerouted", plan.name, error.code)
+        else:
+            self.cluster.ledger.note("ordered", plan.name)
+
     async def _note_end(self, side: Side, stream: SendStream | ReceiveStream, payload: object = None) -> None:
         """Wait for a stream's end and note it."""
         try:
@@ -273,12 +286,20 @@ class Life:
             side.peer, side.epoch = stream.peer, stream.epoch
             if not stream.ended:
                 raise
+            self._note_epochs(side, stream)
             self.cluster.ledger.close_side(side, error.code, error, at=end_time(stream))
         else:
             side.peer, side.epoch, side.provisional = report.peer, report.epoch, report.provisional
+            side.in_doubt = report.in_doubt
+            self._note_epochs(side, stream)
             if isinstance(stream, ReceiveStream):
                 side.payload = stream.payload
             self.cluster.ledger.close_side(side, "done", at=end_time(stream))
+
+    def _note_epochs(self, side: Side, stream: SendStream | ReceiveStream) -> None:
+        if isinstance(stream, SendStream) and stream.epochs:
+            side.left = stream.epochs
+            self.cluster.ledger.note("rerouted", side.stream, [(e.epoch, e.peer, e.why) for e in side.left])
 
     def cancel_all(self) -> None:
         """In this process: every user cancels."""
@@ -419,7 +440,12 @@ class Cluster:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.world = World()
-        self.ledger = Ledger(lambda: self.world.now, layers=scenario.layout.layers, touched=self._touched)
+        self.ledger = Ledger(
+            lambda: self.world.now,
+            layers=scenario.layout.layers,
+            touched=self._touched,
+            resume_timeout=scenario.config.resume_timeout,
+        )
         conditions = Conditions(bandwidth=scenario.bandwidth, leisure=scenario.leisure, hiccups=scenario.hiccups)
         self.network = Network(self.world, conditions, observe=self.ledger.note)
         self.board = Switchboard(self.network, scenario.seed, guard=self._guard)

@@ -90,8 +90,7 @@ class Injector:
             case "cut":
                 return partial(cluster.network.heal, cluster.network.cut(fault.who, fault.other))
             case "break":
-                self._break({*fault.who})
-                return None
+                return self._flap(fault) if fault.value else self._break({*fault.who})
             case "broker_down":
                 cluster.broker.stop()
                 return partial(cluster.broker.start, wipe=fault.flag)
@@ -150,6 +149,21 @@ class Injector:
     def _disturb(self, life: Life, lasts: float) -> None:
         now = self._cluster.world.now
         self._cluster.ledger.disturbed.setdefault(life.name, []).append((now, now + lasts))
+
+    def _flap(self, fault: Fault) -> Callable[[], None]:
+        over = False
+
+        def again() -> None:
+            if not over:
+                self._break({*fault.who})
+                self._cluster.world.fabric.call_later(fault.value, again)
+
+        def stop() -> None:
+            nonlocal over
+            over = True
+
+        again()
+        return stop
 
     def _break(self, who: set[str]) -> None:
         for link in list(self._cluster.board.links.values()):

@@ -9,6 +9,7 @@ import math
 
 from kvstream.runtime.runtime import Runtime
 from kvstream.runtime.sessions import ReceiveStream, SendStream
+from kvstream.scheduler.inbound import Phase as InboundPhase
 from kvstream.scheduler.outbound import Phase
 from kvstream.scheduler.timers import Timer
 from kvstream.sim.transport import SimConnection
@@ -60,6 +61,11 @@ def wait_faults(runtime: Runtime) -> list[str]:
     waits = [(Timer.OUTBOUND, key) for key in core._source._streams]
     waits += [(Timer.RETRY, key) for key, stream in core._source._streams.items() if stream.phase is Phase.PAUSING]
     waits += [(Timer.INBOUND, key) for key, stream in core._destination._streams.items() if stream.expires < math.inf]
+    waits += [
+        (Timer.RESUME, key)
+        for key, stream in core._destination._streams.items()
+        if stream.phase is InboundPhase.SUSPENDED
+    ]
     waits += [(Timer.OFFER, offer.id) for offer in core._destination._offers]
     waits += [(Timer.BEAT, link.id) for link in core._shared.links.values() if link.live]
     return [f"{kind.value} {ref} has no bound" for kind, ref in waits if (kind, ref) not in armed]
@@ -82,6 +88,8 @@ def leftovers(runtime: Runtime) -> list[str]:
         found.append("blocks are still claimed by streams that write")
     if streams._offer_tasks:
         found.append(f"{len(streams._offer_tasks)} offer handlers are running")
+    if streams._route_tasks:
+        found.append(f"{len(streams._route_tasks)} routing policies are being asked")
     if core.counters.protocol_errors or streams.links.frames_refused:
         found.append(f"{core.counters.protocol_errors + streams.links.frames_refused} protocol errors were counted")
     for link in streams.links._links.values():

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstream.errors import KVStreamError, Recalled
+from kvstream.runtime.reports import StreamEpoch
 from kvstream.sim.plan import Fault
 
 __all__ = ["Ledger", "Side"]
@@ -49,6 +50,8 @@ class Side:
     payload: object = None
     meddled: bool = False
     """Its user ends it early, or tries to."""
+    left: tuple[StreamEpoch, ...] = ()
+    """Source: destinations that lost the stream."""
 
     def end(self, now: float, code: str, error: KVStreamError | None = None) -> None:
         self.code = code
@@ -67,8 +70,14 @@ class Ledger:
     names the faults up to time t that may have had to do with workers a and b."""
 
     def __init__(
-        self, now: Callable[[], float], *, layers: int, touched: Callable[[str, str, float], list[Fault]]
+        self,
+        now: Callable[[], float],
+        *,
+        layers: int,
+        touched: Callable[[str, str, float], list[Fault]],
+        resume_timeout: float = 0.0,
     ) -> None:
+        self._resume_timeout = resume_timeout
         self._now = now
         self._layers = layers
         self._touched = touched
@@ -165,8 +174,16 @@ class Ledger:
 
     def _judge_destinations(self, source: Side | None, sides: list[Side]) -> None:
         done = [side for side in sides if side.done]
-        if len(done) > 1:
+        if len({side.epoch for side in done}) < len(done):
             self.violation(f"stream {done[0].stream} is done at {[side.process for side in done]}: two decoders")
+        if source is not None and source.code not in (None, "dead", "absent"):
+            # Only the newest epoch counts; of an older one the source has to say that it may be done as well.
+            for side in done:
+                if side.epoch > source.epoch:
+                    self.violation(f"{_name(side)} is done in epoch {side.epoch}, which its source does not know")
+                elif side.epoch < source.epoch and f"{side.worker}/0" not in source.in_doubt:
+                    self.violation(f"{_name(side)} is done in epoch {side.epoch}, without doubt at its source {source}")
+            done = [side for side in done if side.epoch == source.epoch]
         for side in done:
             if len(side.verified) != self._layers:
                 self.violation(f"{_name(side)} is done with layers {sorted(side.verified)} verified")
@@ -199,11 +216,14 @@ class Ledger:
         faults = self._touched(source.worker, side.worker, max(source.ended, side.ended))
         if source.code == "dead" and side.peer == f"{source.worker}/0":
             kills = [fault for fault in faults if fault.kind == "kill" and fault.who == (source.worker,)]
-            if len(kills) == len(faults) and side.ended > source.ended + _KILL_SHOWS:
+            if len(kills) == len(faults) and side.ended > source.ended + _KILL_SHOWS + self._resume_timeout:
                 self.violation(
                     f"{_name(side)} took {side.ended - source.ended:.3f} s to see that its source was killed"
                 )
         if faults or "dead" in (source.code, side.code):
+            return
+        if source.left:
+            # It may have looked for another destination, and not found one.
             return
         if "corrupted" in (source.code, side.code):
             self.violation(f"stream {side.stream}: chunks were taken back, and nothing had happened: {side.text}")

@@ -109,7 +109,9 @@ class StreamPlan(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int = 1
     gap: float = 0.0
     growing: bool = False
-    action: Literal["run", "cancel", "abandon", "fail"] = "run"
+    action: Literal["run", "cancel", "abandon", "fail", "reroute"] = "run"
+    order: tuple[str, ...] = ()
+    """Where a `reroute` orders it; empty: to another of its candidates."""
     action_after: int = 1
     action_at: float = 0.0
     share: str = ""
@@ -134,7 +136,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     | `slow`          | each of its callbacks takes `value` seconds                                               |
     | `lag`           | messages and bytes from and to it take `value` times as long                              |
     | `cut`           | no way between `who` and `other` (empty: everybody else; "broker" is a name too)          |
-    | `break`         | every connection of `who[0]`, or only those with `who[1]` if it is named, is lost         |
+    | `break`         | every connection of `who[0]`, or only those with `who[1]` if it is named, is lost;        |
+    |                 | with `value` again after so many seconds each, as long as it lasts                        |
     | `broker_down`   | the broker restarts; `flag`: it has forgotten its leases                                  |
     | `broker_freeze` | the broker is stopped                                                                     |
     | `broker_late`   | events of leases come up to `value` seconds late, half of them twice                      |
@@ -225,6 +228,9 @@ def generate(seed: int, *, workers: int, streams: int, faults: Profile | Schedul
         close_wait=1.0,
         beat_interval=rng.choice((0.1, 0.25)),
         stall_timeout=rng.choice((0.5, 1.5)),
+        reroute_timeout=rng.choice((0.3, 1.0)),
+        max_reroutes=rng.choice((8, 8, 1)),
+        resume_timeout=rng.choice((1.0, 0.3, 0.05)),
         idle_timeout=rng.choice((0.5, 2.0)),
         lease_ttl=2,
     )
@@ -298,7 +304,7 @@ def _stream(seed: int, n: int, span: float, sources: Sequence[str], targets: Seq
     others = [name for name in targets if name != source]
     first = others[int(len(others) * rng.random() ** 2)]
     others.remove(first)
-    to = (first, *rng.sample(others, min(len(others), rng.choice((0, 0, 0, 1, 2)))))
+    to = (first, *rng.sample(others, min(len(others), rng.choice((0, 0, 1, 2, 3)))))
     first_token = rng.choice((0, 0, 0, rng.randint(0, tokens)))
     pause = rng.choice((0.0, 0.0, rng.expovariate(20)))
     receivers: tuple[Receiver, ...] = ()
@@ -325,7 +331,8 @@ def _stream(seed: int, n: int, span: float, sources: Sequence[str], targets: Seq
         chunks=rng.choice((1, 1, 2, 3)),
         gap=rng.choice((0.0, 0.002, rng.expovariate(20), rng.uniform(0.03, 0.3))),
         growing=rng.random() < 0.2,
-        action=rng.choices(("run", "cancel", "abandon", "fail"), (70, 13, 13, 4))[0],
+        action=rng.choices(("run", "reroute", "cancel", "abandon", "fail"), (60, 14, 11, 11, 4))[0],
+        order=tuple(rng.sample(others, min(len(others), rng.choice((0, 1, 2))))),
         action_after=rng.choice((1, rng.randint(1, 3 * LAYOUT.layers))),
         action_at=rng.choice((rng.expovariate(2e4), rng.expovariate(200), rng.expovariate(3))),
         share=rng.choice(("", "", "gold", "iron")),
@@ -434,7 +441,8 @@ def _fault(seed: int, profile: Profile, span: float, workers: Sequence[str]) -> 
             lasts = 0.0
         case "break":
             who = tuple(rng.sample(workers, rng.choice((1, 1, 2))))
-            lasts = 0.0
+            value = rng.choice((0.0, rng.uniform(0.001, 0.05)))
+            lasts = min(lasts, 1.0) if value else 0.0
         case "broker_down" | "broker_freeze" | "broker_late":
             who = ()
             value = rng.choice((0.01, 0.3, 1.0)) if kind == "broker_late" else 0.0

@@ -51,6 +51,7 @@ __all__ = [
 ]
 
 OK = 0
+UNREACHABLE = -6
 IN_PROGRESS = 1
 CANCELED = -16
 

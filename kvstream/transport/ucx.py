@@ -24,7 +24,17 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
-from kvstream.errors import Cancelled, ConfigError, Corrupted, KVStreamError, PeerLost, ProtocolError, Recalled, Refused
+from kvstream.errors import (
+    Cancelled,
+    ConfigError,
+    Corrupted,
+    KVStreamError,
+    PeerLost,
+    ProtocolError,
+    Recalled,
+    Refused,
+    Unreachable,
+)
 from kvstream.log import get_logger
 from kvstream.transport import _ucp
 from kvstream.transport._host import Interface, PeerMemory, has_rdma, host_id, read_process, resolve_interface
@@ -984,7 +994,8 @@ class UcxTransport(Transport):
             raise
         if status != _ucp.OK or connection.lost:
             connection.abandon()
-            raise PeerLost(f"{endpoint.peer_address} can't be reached: {self.words(status)}")
+            kind = Unreachable if status == _ucp.UNREACHABLE else PeerLost
+            raise kind(f"{endpoint.peer_address} can't be reached: {self.words(status)}")
         return connection
 
     def expose(self, slabs: Sequence[Slab]) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+from msgspec.structs import replace
 
 from kvstream import PeerLost, Runtime
 from kvstream.discovery import EmbeddedServer
@@ -79,6 +80,7 @@ async def test_destination_killed(server: EmbeddedServer, cupy: FakeCupy, way: s
 @pytest.mark.parametrize("way", list(ALL_WAYS))
 async def test_source_killed(server: EmbeddedServer, cupy: FakeCupy, way: str) -> None:
     lane, config = ALL_WAYS[way]
+    config = replace(config, resume_timeout=0.01)  # how long it waits for the source to come back
     rng = random.Random(way)
     took: list[float] = []
     pool = allocate(way)

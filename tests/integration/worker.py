@@ -154,7 +154,15 @@ def allocate(way: str) -> KVPool:
     return KVPool.allocate(LAYOUT, blocks=BLOCKS, device="cuda:0" if way in DEVICE_WAYS else "cpu")
 
 
-async def serve(pipe: Connection, name: str, url: str, way: str) -> None:
+async def serve(
+    pipe: Connection,
+    name: str,
+    url: str,
+    lane: str,
+    config: RuntimeConfig,
+    interface: str | None = None,
+    pool: KVPool | None = None,
+) -> None:
     """The child's main: obey the parent until it says quit or is gone."""
     loop = asyncio.get_running_loop()
     commands: asyncio.Queue[tuple[Any, ...] | None] = asyncio.Queue()
@@ -165,10 +173,11 @@ async def serve(pipe: Connection, name: str, url: str, way: str) -> None:
         except EOFError:
             commands.put_nowait(None)
 
-    lane, config = ALL_WAYS[way]
-    pool = allocate(way)
+    pool = pool or KVPool.allocate(LAYOUT, blocks=BLOCKS)
     async with (
-        Runtime(name, roles={"decode"}, pool=pool, nats=url, lanes=lane, config=config) as runtime,
+        Runtime(
+            name, roles={"decode"}, pool=pool, nats=url, lanes=lane, config=config, data_interface=interface
+        ) as runtime,
         runtime.registry.watch() as changes,
     ):
         child = Child(runtime)
@@ -193,19 +202,19 @@ def main(pipe: Connection, name: str, url: str, way: str) -> None:
     """Entry of the child process."""
     if way in DEVICE_WAYS:
         sys.modules["cupy"] = FakeCupy()
-    uvloop.run(serve(pipe, name, url, way))
+    uvloop.run(serve(pipe, name, url, *ALL_WAYS[way], pool=allocate(way)))
 
 
 class Worker:
     """In the parent: a child process and its pipe."""
 
-    def __init__(self, process: multiprocessing.process.BaseProcess, pipe: Connection) -> None:
+    def __init__(self, process: multiprocessing.process.BaseProcess | None, pipe: Connection) -> None:
         self.process = process
         self.pipe = pipe
 
     @property
     def pid(self) -> int:
-        assert self.process.pid is not None
+        assert self.process is not None and self.process.pid is not None
         return self.process.pid
 
     async def answer(self) -> Any:

@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -124,12 +125,20 @@ def _told_while_reading() -> Any:
     """A destination that ends a stream says so at once, while it is still reading the source's slots."""
     original = Destination._end
 
-    def end(self: Destination, now: float, stream: Inbound, error: KVStreamError, *, answer: bool = False) -> None:
+    def end(
+        self: Destination,
+        now: float,
+        stream: Inbound,
+        error: KVStreamError,
+        *,
+        answer: bool = False,
+        told: KVStreamError | None = None,
+    ) -> None:
         link = stream.link
         if link is not None and stream.phase is not Phase.DECIDED:
             link.announced -= stream.reading
             stream.reading = 0
-        original(self, now, stream, error, answer=answer)
+        original(self, now, stream, error, answer=answer, told=told)
 
     return _replace(Destination, "_end", end)
 
@@ -212,23 +221,84 @@ def _decided_too_early() -> Any:
 
 
 def _doubt_forgotten() -> Any:
-    def in_doubt(error: KVStreamError, stream: Outbound) -> KVStreamError:
-        return type(error)(str(error)) if type(error) is not KVStreamError else error
-
-    return patch("kvstream.scheduler.source._in_doubt", in_doubt)
+    """A destination that may have finished a stream is left, and that is not told."""
+    return patch.object(Outbound, "maybe_done", property(lambda self: False))
 
 
-def _rerouted_when_in_doubt() -> Any:
-    """The next destination is tried although this one may have finished: two decoders."""
+def _epoch_not_bumped() -> Any:
+    """The next destination gets the stream under the epoch of the one before."""
+    original = Outbound.offer_to
 
-    def link_lost(self: Source, now: float, link: Any, error: KVStreamError) -> None:
-        self._turns.forget(link.id)
-        if self._outgoing.get(link.peer) is link:
-            del self._outgoing[link.peer]
-        for stream in list(link.outbound.values()):
-            self._next_or_end(now, stream, error)
+    def offer_to(self: Outbound, peer: str) -> None:
+        original(self, peer)
+        self.epoch = 1
 
-    return _replace(Source, "link_lost", link_lost)
+    return _replace(Outbound, "offer_to", offer_to)
+
+
+def _announced_only_once() -> Any:
+    """What had been announced to the destination before is not sent to the next."""
+    original = Outbound.accepted
+
+    def accepted(self: Outbound, first_token: int) -> int:
+        resent = original(self, first_token)
+        self.pending = deque(piece for piece in self.pending if piece.first >= self.reached[piece.layer])
+        return resent
+
+    return _replace(Outbound, "accepted", accepted)
+
+
+def _late_decision_believed() -> Any:
+    """The destination that a stream was taken away from says that it is done, and that is believed."""
+    original = Source.on_end
+
+    def on_end(self: Source, now: float, link: Any, frame: wire.End) -> None:
+        ending = link.ending.get(frame.num)
+        stream = self._streams.get(ending.stream) if ending is not None else None
+        if stream is not None and frame.code == "done":
+            self._end(now, stream, None, tell=False)
+        original(self, now, link, frame)
+
+    return _replace(Source, "on_end", on_end)
+
+
+def _old_gather_counts() -> Any:
+    """A chunk that was gathered for the old destination is announced to the new one."""
+
+    def staging(self: Source, command: Any) -> Outbound | None:
+        return self._streams.get(command.stream)
+
+    return _replace(Source, "_staging", staging)
+
+
+def _gap_forgotten() -> Any:
+    """A destination that keeps a stream takes what was announced for what is in place."""
+    original = Inbound.suspend
+
+    def suspend(self: Inbound, why: KVStreamError) -> None:
+        expected = list(self.expected)
+        original(self, why)
+        self.expected = expected
+
+    return _replace(Inbound, "suspend", suspend)
+
+
+def _block_skipped() -> Any:
+    """A stream that is resumed goes on one block too far."""
+    original = Outbound.resumed
+
+    def resumed(self: Outbound, have: list[int]) -> int:
+        again = original(self, have)
+        for piece in self.pending:
+            piece.first = min(piece.first + 1, piece.stop - 1)
+        return again
+
+    return _replace(Outbound, "resumed", resumed)
+
+
+def _suspended_for_ever() -> Any:
+    """A destination waits for a source that does not come back until the stream's deadline."""
+    return _deadline_of(Timer.RESUME)
 
 
 def _deadline_of(kind: Timer) -> Any:
@@ -356,7 +426,13 @@ MUTANTS = (
     Mutant("confirmed beyond announced", _confirmed_too_much, (0,), "confirmed of"),
     Mutant("decided with reads under way", _decided_too_early, (0,), "wrong bytes"),
     Mutant("doubt forgotten", _doubt_forgotten, (17,), "without doubt"),
-    Mutant("rerouted when in doubt", _rerouted_when_in_doubt, (17,), "without doubt"),
+    Mutant("epoch not bumped", _epoch_not_bumped, (0,), "two decoders"),
+    Mutant("announced only once", _announced_only_once, (0,), "were due"),
+    Mutant("late decision believed", _late_decision_believed, (0,)),
+    Mutant("old gather counts", _old_gather_counts, (2,), "are free or in use"),
+    Mutant("gap forgotten", _gap_forgotten, (0,)),
+    Mutant("block skipped by a resume", _block_skipped, (0,), "were due"),
+    Mutant("suspended for ever", _suspended_for_ever, (0,), "has no bound"),
     Mutant("source without deadline", _source_without_deadline, (0,), "has no bound"),
     Mutant("destination without deadline", _destination_without_deadline, (0,), "has no bound"),
     Mutant("partial blocks sent", _partial_blocks_sent, (2,), "wrong bytes"),

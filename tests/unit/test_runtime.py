@@ -439,11 +439,13 @@ async def test_deadlines_on_both_sides(cluster: Cluster) -> None:
 
 
 async def test_peer_lost_on_both_sides(cluster: Cluster) -> None:
-    source, destination = await pair(cluster)
+    source = await cluster.worker("prefill-0", roles=("prefill",))
+    destination = await cluster.worker("decode-0", config=RuntimeConfig(resume_timeout=0.05))
     async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
         async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
             tx.layer_ready(0)
             await rx._until(0)
+            cluster.cut_off(destination)
             cluster.network.break_link(cluster.network.connections[0])
             with pytest.raises(PeerLost, match="decode-0"):
                 await tx._report()
@@ -458,7 +460,9 @@ async def test_peer_lost_on_both_sides(cluster: Cluster) -> None:
 
 
 async def test_destination_lost_in_mid_stream_goes_to_the_next(cluster: Cluster) -> None:
-    source, first = await pair(cluster)
+    source = await cluster.worker("prefill-0", roles=("prefill",))
+    fill(source.pool, 1)
+    first = await cluster.worker("decode-0", config=RuntimeConfig(resume_timeout=0.05))
     second = await cluster.worker("decode-1")
     async with first.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx1:
         async with second.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx2:
@@ -466,6 +470,7 @@ async def test_destination_lost_in_mid_stream_goes_to_the_next(cluster: Cluster)
                 tx.layer_ready(0)
                 tx.layer_ready(1)
                 await rx1._until(1)
+                cluster.cut_off(first)
                 cluster.network.break_link(cluster.network.connections[0])
                 with pytest.raises(PeerLost):
                     await rx1.done()
@@ -480,13 +485,14 @@ async def test_destination_lost_in_mid_stream_goes_to_the_next(cluster: Cluster)
 
 async def test_a_frozen_peer_ends_by_the_stall_timeout(cluster: Cluster) -> None:
     """In progress for ever, because the peer is frozen (nixl PR 2047): the stall time-out ends both sides."""
-    config = RuntimeConfig(slots=4, slot_bytes=1024, beat_interval=0.02, stall_timeout=0.1)
+    config = RuntimeConfig(slots=4, slot_bytes=1024, beat_interval=0.02, stall_timeout=0.1, resume_timeout=0.05)
     source = await cluster.worker("prefill-0", config=config)
     destination = await cluster.worker("decode-0", config=config)
     async with destination.receive("r", blocks=DESTINATION, tokens=TOKENS) as rx:
         async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
             tx.layer_ready(0)
             await rx._until(0)
+            cluster.cut_off(destination)
             for connection in cluster.network.connections:
                 cluster.network.freeze(connection)
             with pytest.raises(PeerLost) as here:
@@ -657,7 +663,7 @@ async def test_closing_a_runtime_ends_its_streams_on_both_sides(cluster: Cluster
             await destination.aclose()
             with pytest.raises(Cancelled, match="closing"):
                 await rx.done()
-            with pytest.raises(Cancelled, match="closing"):
+            with pytest.raises(Refused, match="closing"):  # elsewhere it might still go
                 await tx._report()
     with pytest.raises(Cancelled):
         streams.core.receive(0.0, "x", tokens=1, deadline=1)

@@ -19,7 +19,7 @@ import pytest
 
 from kvstream import wire
 from kvstream.config import RuntimeConfig
-from kvstream.errors import Corrupted, KVStreamError, PeerLost, Refused
+from kvstream.errors import ConfigError, Corrupted, KVStreamError, PeerLost, Recalled, Refused
 from kvstream.scheduler.commands import (
     Accepted,
     Arrived,
@@ -29,6 +29,8 @@ from kvstream.scheduler.commands import (
     Ended,
     Move,
     Offered,
+    Rerouted,
+    Route,
     Stage,
     Transmit,
     Withdrawn,
@@ -54,6 +56,8 @@ CONFIG = RuntimeConfig(
     peer_moves=2,
     short_bytes=6,
     share_weights={"gold": 3.0},
+    reroute_timeout=0.3,
+    max_reroutes=3,
     patience=1.0,
 )
 ACTIVE = 2.0
@@ -114,6 +118,8 @@ class Truth:
     end: Ended | None = None
     wire: Wire | None = None
     num: int = 0
+    epoch: int = 0
+    """Source: of the destination that has it; 0: none."""
     arrived: list[int] = field(default_factory=list)
     delivered: Counter[tuple[int, int]] = field(default_factory=Counter)
     moving: int = 0
@@ -231,7 +237,18 @@ class Node:
                 self.answered.add(command.offer)
                 self.at_work = {name: offer for name, offer in self.at_work.items() if offer != command.offer}
             case Accepted():
-                self.live(command.stream).wire = self.links[command.link]
+                truth = self.live(command.stream)
+                assert command.epoch > truth.epoch or not truth.outgoing, "an epoch that is not new"
+                truth.wire, truth.epoch = self.links[command.link], command.epoch
+            case Rerouted():
+                truth = self.live(command.stream)
+                assert truth.epoch == command.epoch, "taken away from where it was not"
+                truth.epoch = 0
+                self.unused(command.stream)
+            case Route():
+                found = [n for n in self.net.nodes if n != self.name and self.net.chance(0.7)]
+                assert self.name not in command.exclude
+                self.later(lambda: self.core.routed(self.net.now, command.stream, found))
             case Arrived():
                 truth = self.live(command.stream)
                 assert command.layer not in truth.arrived, "a layer arrives once"
@@ -239,6 +256,13 @@ class Node:
                 truth.arrived.append(command.layer)
             case Ended():
                 self.ended(command)
+
+    def unused(self, stream: int) -> None:
+        """Slots with what a stream has gathered and never announced: nobody can read them."""
+        for conn in self.links.values():
+            for slot in conn.slots if conn.source is self else ():
+                if slot.stream == stream and slot.state == "gathered":
+                    slot.state = "free"
 
     def transmit(self, link: int, frame: wire.Frame) -> None:
         assert link in self.links, "a frame for a link that is lost"
@@ -300,7 +324,8 @@ class Node:
                 slot.state = "free"
                 self.core.stage_failed(self.net.now, command, Corrupted("could not gather"))
             else:
-                slot.state = "gathered" if truth.end is None else "free"
+                current = truth.end is None and truth.epoch == command.epoch
+                slot.state = "gathered" if current else "free"
                 self.core.staged(self.net.now, command, slot.generation)
 
         self.later(begin)
@@ -334,6 +359,12 @@ class Node:
             if conn.link_of(self) not in self.links:
                 if self.net.chance(0.5):
                     self.core.move_failed(self.net.now, command, PeerLost("gone"))
+                else:
+                    self.core.moved(self.net.now, command)
+                return
+            if conn.cut and self.net.chance(0.5):
+                # The source has closed the connection, and taken back what it had announced.
+                self.core.move_failed(self.net.now, command, Recalled("taken back"))
                 return
             assert slot.generation == command.generation
             if self.net.chance(0.02 * self.net.trouble):
@@ -353,10 +384,7 @@ class Node:
         truth.end = command
         if truth.outgoing:
             assert not command.provisional
-            for conn in self.links.values():
-                for slot in conn.slots if conn.source is self else ():
-                    if slot.stream == command.stream and slot.state == "gathered":
-                        slot.state = "free"  # never announced: nobody can read it
+            self.unused(command.stream)
         elif command.error is None:
             assert sorted(truth.arrived) == list(range(LAYERS)), "done without every layer"
             assert set(truth.delivered) == {(layer, block) for layer in range(LAYERS) for block in truth.blocks}
@@ -491,7 +519,7 @@ class Net:
         tokens = rng.randint(1, 24)
         source = rng.choice(list(self.nodes.values()))
         others = [node for node in self.nodes.values() if node is not source]
-        candidates = [rng.choice(others) for _ in range(rng.randint(1, 3))]
+        candidates = rng.sample(others, rng.randint(1, 2))
         start = rng.random() * ACTIVE / 2
         source.later(lambda: self.open_source(source, name, tokens, [n.name for n in candidates]), start)
         for node in others:
@@ -515,10 +543,14 @@ class Net:
                 priority=rng.choice([0, 0, -100, 100]),
                 share=rng.choice(["", "gold", "plain"]),
                 retry=self.chance(0.3),
+                routable=self.chance(0.3),
             )
         except KVStreamError:
             return
         node.streams[key] = truth
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            to = [other for other in self.nodes if other != node.name and self.chance(0.5)]
+            node.later(lambda to=to: self.order(node, name, to), rng.random() * 20 * self.speed)
         node.later(lambda: node.core.extend(key, blocks - held), 0.0)
         when = 0.0
         marks = dict.fromkeys(range(LAYERS), 0)
@@ -534,6 +566,12 @@ class Net:
         if self.chance(0.95):
             node.later(lambda: node.core.finish(self.now, key, truth.payload), when + 1e-6 + self.delay())
         self.maybe_cancel(node, key, when)
+
+    def order(self, node: Node, name: str, to: list[str]) -> None:
+        try:
+            node.core.reroute(self.now, name, to)
+        except (ConfigError, Refused):
+            pass  # it has ended, there is nowhere to go, or it went too often
 
     def open_receive(self, node: Node, name: str, tokens: int) -> None:
         first = self.rng.choice([0, 0, 0, self.rng.randint(0, tokens), tokens])
@@ -578,7 +616,10 @@ class Net:
         """Something goes wrong with a connection or a worker."""
         kind = self.rng.random()
         node = self.rng.choice(list(self.nodes.values()))
-        if kind < 0.4 and self.wires:
+        if kind < 0.15:
+            for count in range(self.rng.randint(1, 4)):
+                self.after(count * 8 * self.delay(), lambda: [self.cut(conn) for conn in self.wires[-3:]])
+        elif kind < 0.4 and self.wires:
             self.cut(self.rng.choice(self.wires))
         elif kind < 0.55 and self.wires:
             self.rng.choice(self.wires).mute = True
@@ -632,17 +673,21 @@ def check_ends(net: Net) -> None:
             if source.end is None:
                 assert origin.dead
                 continue
-            assert (source.end.epoch, source.end.peer) == (truth.end.epoch, node.name)
-            if source.end.error is None:
-                continue
+            if source.end.epoch == truth.end.epoch:
+                assert source.end.peer == node.name
+                if source.end.error is None:
+                    continue
+            assert truth.end.epoch <= source.end.epoch
             assert truth.end.provisional, "final, but the source did not hear of it"
-            assert source.end.error.in_doubt == (node.name,)
+            assert node.name in source.end.in_doubt, "done in an epoch that its source has no doubt about"
+            assert source.end.error is None or source.end.error.in_doubt == source.end.in_doubt
     for _, source in sources.values():
         if source.end is not None and source.end.error is None:
             assert source.end.peer is not None
             other = net.nodes[source.end.peer]
             ends = [t for t in other.streams.values() if t.name == source.name and not t.outgoing]
-            assert any(t.end is not None and t.end.error is None for t in ends) or other.dead
+            done = [t for t in ends if t.end is not None and t.end.error is None and t.end.epoch == source.end.epoch]
+            assert done or other.dead, "done, but not where it went last"
 
 
 def check_links_retire(net: Net) -> None:
@@ -669,7 +714,7 @@ def test_whatever_happens_every_stream_ends_once_and_every_slot_comes_back(block
         for node in net.nodes.values():
             outcomes.update(node.core.counters.ended)
     # The dice must have reached every kind of end, or the test says less than it seems to.
-    assert {"done", "cancelled", "deadline", "peer_lost", "refused", "corrupted", "config"} <= set(outcomes)
+    assert {"done", "cancelled", "deadline", "peer_lost", "refused", "corrupted", "config", "fenced"} <= set(outcomes)
     assert outcomes["done"] > 150
 
 

@@ -495,6 +495,7 @@ def test_a_lost_link_leaves_nothing_behind() -> None:
     keys = [source.stream(f"s{n}", 10) for n in range(5)]
     source.take()
     source.core.link_lost(source.now, 1, PeerLost("gone"))
+    source.core.link_failed(source.now, "d1", PeerLost("refused"))
     ended = [command.stream for command in source.core.take() if isinstance(command, Ended)]
     assert ended == keys
     assert source.core.streams == 0
