@@ -311,6 +311,8 @@ class Holds:
 
     def held_block(self, ids: BlockIds) -> tuple[int, str] | None:
         """The first of these blocks that is held, and for which stream; None when none is."""
+        if not self._table and not self._leaving:
+            return None
         taken = np.flatnonzero(self._held[ids])
         if not taken.size:
             return None

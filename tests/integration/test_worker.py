@@ -278,6 +278,28 @@ def _engines(tmp_path: Path) -> None:
     (tmp_path / "engines.py").write_text(textwrap.dedent(ENGINES))
 
 
+async def test_a_worker_that_is_told_to_stop_finishes_what_it_has(server: EmbeddedServer, start: Start) -> None:
+    """dynamo 4917: drain waits for transfers. Nothing new comes in meanwhile."""
+    process = start("--name", "cache-0", "--blocks", "4", "--nats", server.url, "--health", "0")
+    told = await ready(process)
+    async with Runtime("prefill-0", pool=pool(), nats=server.url) as source:
+        async with source.send("a", blocks=[0], tokens=16, to="cache-0", deadline=20.0) as tx:
+            tx.layer_ready(0)
+            async with asyncio.timeout(10):
+                while not tx.peer:
+                    await asyncio.sleep(0.001)
+            process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(10):
+                while await http(told["health"], "/readyz") != "503 draining":
+                    await asyncio.sleep(0.01)
+            with pytest.raises(Refused, match="draining"):
+                await put(source, "b", [1])
+            for layer in range(1, LAYOUT.layers):
+                tx.layer_ready(layer)
+            await tx.done()
+    assert await end(process) == (0, "")
+
+
 async def test_a_worker_that_leaves_a_stream_unfinished_says_so(server: EmbeddedServer, start: Start) -> None:
     process = start("--name", "cache-0", "--blocks", "4", "--nats", server.url, "--drain", "0.1")
     await ready(process)

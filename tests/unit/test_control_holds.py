@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvstream import BrokerUnavailable, ControlClient, Missed, Offer, Runtime, RuntimeConfig, UnknownStream
+from kvstream import BrokerUnavailable, ControlClient, Missed, Offer, Refused, Runtime, RuntimeConfig, UnknownStream
 from kvstream.discovery import MemoryBroker
 from tests.conftest import LAYOUT, Cluster, fill, kv_bytes
 
@@ -105,3 +105,16 @@ async def test_a_fetch_that_names_nobody_needs_the_broker(cluster: Cluster) -> N
         await asker.fetch("r", blocks=ASKED)
     await asker.fetch("r", blocks=ASKED, source="cache-1")
     assert same(holder, asker)
+
+
+async def test_a_holder_that_drains_sends_those_who_ask_elsewhere(cluster: Cluster) -> None:
+    draining, other, asker = [await cluster.worker(name) for name in ("cache-0", "cache-1", "decode-0")]
+    for holder in (draining, other):
+        holder.hold("r", blocks=HELD, tokens=TOKENS)
+    await draining.drain(0)
+    assert (await asker.fetch("r", blocks=ASKED, source=["cache-0", "cache-1"])).peer == "cache-1/0"
+    with pytest.raises(Refused, match="draining"):
+        await asker.fetch("r", blocks=ASKED, source="cache-0")
+    with pytest.raises(Refused, match="draining"):
+        await draining.push("r", "cache-1")
+    assert [hold.reads for hold in draining.stats().holds] == [0]
