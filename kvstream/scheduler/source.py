@@ -234,9 +234,9 @@ class Source:
                 if stream.candidates:
                     self._detach(stream, tell=_fenced(stream, error))
                     self._next_or_end(now, stream, error)
-            elif stream.others:
+            elif self._may_reroute(stream) and stream.others:
                 self._lost(now, stream, error, tell=_fenced(stream, error))
-            elif stream.routable and self._may_reroute(stream):
+            elif self._may_reroute(stream) and stream.routable:
                 self._ask(stream)
 
     # ------------------------------------------------------------------ orders, and a policy's answers
