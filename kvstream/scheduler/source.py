@@ -357,7 +357,7 @@ class Source:
             resent = stream.resumed(frame.have)
             self._shared.counters.resumes += 1
             why = stream.why or PeerLost(f"{stream.peer} was lost")
-            commands.append(Rerouted(stream.key, resumed, link.peer, about(why, stream.name)))
+            commands.append(Rerouted(stream.key, resumed, link.peer, about(why, stream.name), resumed=True))
         else:
             resent = stream.accepted(frame.first_token)
             stream.incarnation = link.incarnation

@@ -429,7 +429,7 @@ MUTANTS = (
     Mutant("epoch not bumped", _epoch_not_bumped, (68,), "two decoders"),
     Mutant("announced only once", _announced_only_once, (0,), "were due"),
     Mutant("late decision believed", _late_decision_believed, (22,), "where it is not"),
-    Mutant("old gather counts", _old_gather_counts, (2,), "are free or in use"),
+    Mutant("old gather counts", _old_gather_counts, (22,), "are free or in use"),
     Mutant("gap forgotten", _gap_forgotten, (8,), "ended as corrupted"),
     Mutant("block skipped by a resume", _block_skipped, (0,), "were due"),
     Mutant("suspended for ever", _suspended_for_ever, (0,), "has no bound"),
