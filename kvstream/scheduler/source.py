@@ -209,7 +209,7 @@ class Source:
                 continue
             if stream.accepted_by is None:
                 self._next_or_end(now, stream, error)
-            elif silent and not stream.others and self._may_come_back(now, stream, error):
+            elif silent and not (stream.others or stream.routable) and self._may_come_back(now, stream, error):
                 self._shared.timers.arm(now + _REDIAL, Timer.RETRY, stream.key)
             else:
                 self._lost(now, stream, stream.why or error)
