@@ -457,7 +457,7 @@ class Streams:
             for connection, slot in session.publishing:
                 connection.withdraw(slot)
             self._log.warning(
-                "rerouted",
+                "resumed" if command.resumed else "rerouted",
                 stream=session.stream,
                 peer=command.peer,
                 epoch=command.epoch,

@@ -150,12 +150,13 @@ class Accepted:
 @dataclass(frozen=True, slots=True)
 class Rerouted:
     """Source: a stream that `peer` had accepted under `epoch` is there no more, for this reason, and goes on: the next
-    Accepted says where."""
+    Accepted says where. `resumed`: there, by a new connection."""
 
     stream: int
     epoch: int
     peer: str
     error: KVStreamError
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,7 +228,7 @@ class Source:
                 continue
             if stream.accepted_by is None:
                 self._next_or_end(now, stream, error)
-            elif silent and not stream.others and self._may_come_back(now, stream, error):
+            elif silent and not (stream.others or stream.routable) and self._may_come_back(now, stream, error):
                 self._shared.timers.arm(now + _REDIAL, Timer.RETRY, stream.key)
             else:
                 self._lost(now, stream, stream.why or error)
@@ -253,9 +253,9 @@ class Source:
                 if stream.candidates:
                     self._detach(stream, tell=_fenced(stream, error))
                     self._next_or_end(now, stream, error)
-            elif stream.others:
+            elif self._may_reroute(stream) and stream.others:
                 self._lost(now, stream, error, tell=_fenced(stream, error))
-            elif stream.routable and self._may_reroute(stream):
+            elif self._may_reroute(stream) and stream.routable:
                 self._ask(stream)
 
     # ------------------------------------------------------------------ orders, and a policy's answers
@@ -376,7 +376,7 @@ class Source:
             resent = stream.resumed(frame.have)
             self._shared.counters.resumes += 1
             why = stream.why or PeerLost(f"{stream.peer} was lost")
-            commands.append(Rerouted(stream.key, resumed, link.peer, about(why, stream.name)))
+            commands.append(Rerouted(stream.key, resumed, link.peer, about(why, stream.name), resumed=True))
         else:
             resent = stream.accepted(frame.first_token)
             stream.incarnation = link.incarnation

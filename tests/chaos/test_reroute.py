@@ -89,8 +89,8 @@ async def test_destination_killed(server: EmbeddedServer, way: str) -> None:
                     await accepted(tx)
                     await asyncio.sleep(rng.random() * 0.04)
                     death = Death(first.pid)
-                    killed.set()
                     seen = await death.seen()
+                    killed.set()
                     report = await running
             pool.release(blocks)
             lost, last = report.epochs

@@ -275,12 +275,12 @@ async def test_reads_that_do_not_end_cost_the_connection(held: Held) -> None:
             await held.first()
             rx.cancel("changed its mind")
             links = workers.target._streams.links._links
-            assert len(links) == 1
+            (link,) = links
             assert not rx.ended
             async with asyncio.timeout(5):
                 with pytest.raises(PeerLost):
                     await tx._report()
-            assert not links
+            assert link not in links  # there may be another: the source came back for its stream, which has ended here
             assert not rx.ended  # cutting off is not yet the end of what is under way: its final status is
             held.release()
             await until_ended(rx)

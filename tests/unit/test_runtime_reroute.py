@@ -5,11 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import pytest
 
-from kvstream import Cancelled, ConfigError, Fenced, Offer, PeerLost, Refused, Runtime, SendStream
+from kvstream import (
+    Cancelled,
+    ConfigError,
+    Fenced,
+    Offer,
+    PeerLost,
+    Refused,
+    Runtime,
+    RuntimeConfig,
+    SendStream,
+    Unreachable,
+)
 from kvstream.runtime.routing import Candidate, RouteRequest
+from kvstream.transport.base import Connection
 from tests.conftest import LAYOUT, Cluster, fill, kv_bytes
 
 SOURCE = [5, 2, 9, 30, 1]
@@ -218,3 +231,66 @@ async def test_an_end_that_was_lost_with_its_connection(cluster: Cluster) -> Non
         theirs = await rx.done()
     assert not theirs.provisional
     assert report.epoch == theirs.epoch == 2
+
+
+async def test_a_way_that_is_down_is_tried_again(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, destination = await cluster.worker("prefill-0", roles=("prefill",)), await cluster.worker("decode-0")
+    transport = source._transport
+    assert transport is not None
+    dial, tried = transport.dial, 0
+
+    async def down(*arguments: Any) -> Connection:
+        nonlocal tried
+        tried += 1
+        if tried < 3:
+            raise Unreachable("no route to host")
+        return await dial(*arguments)
+
+    async with destination.receive("r", blocks=FIRST, tokens=TOKENS) as rx:
+        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            tx.layer_ready(0)
+            await rx._until(0)
+            monkeypatch.setattr(transport, "dial", down)
+            cluster.network.break_link(cluster.network.connections[0])
+            for layer in range(1, LAYOUT.layers):
+                tx.layer_ready(layer)
+            report = await tx.done()
+        await rx.done()
+    assert tried == 3
+    assert report.epoch == 2
+
+
+async def test_who_waits_for_a_source_hears_that_it_has_left(cluster: Cluster) -> None:
+    source = await cluster.worker("prefill-0", roles=("prefill",))
+    destination = await cluster.worker("decode-0", config=RuntimeConfig(resume_timeout=60.0))
+    async with destination.receive("r", blocks=FIRST, tokens=TOKENS) as rx:
+        async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+            while not rx.peer:
+                await asyncio.sleep(0)
+            cluster.cut_off(destination)
+            cluster.network.break_link(cluster.network.connections[0])
+            with pytest.raises(PeerLost):
+                await tx._report()
+        assert not rx.ended
+        await source._registry.unregister()
+        with pytest.raises(PeerLost):
+            await rx.done()
+
+
+async def test_what_is_being_put_for_the_old_destination_is_withdrawn(three: tuple[Runtime, Runtime, Runtime]) -> None:
+    source, first, _ = three
+    withdrawn: list[int] = []
+
+    class Old:
+        def withdraw(self, slot: int) -> None:
+            withdrawn.append(slot)
+
+    async with source.send("r", blocks=SOURCE, tokens=TOKENS, to="decode-0") as tx:
+        async with first.receive("r", blocks=FIRST, tokens=TOKENS) as rx:
+            tx.layer_ready(0)
+            await rx._until(0)
+            tx.publishing[cast("Connection", Old()), 3] = None
+            source.reroute("r", "decode-1")
+            assert withdrawn == [3]
+            tx.publishing.clear()
+        tx.cancel()

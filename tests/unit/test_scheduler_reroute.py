@@ -191,6 +191,21 @@ def test_a_slot_of_the_old_epoch_is_not_given_out_before_the_peer_has_answered(s
     assert (stage.stream, stage.slot) == (other, 0)
 
 
+def test_a_silent_destination_keeps_what_was_rerouted_too_often() -> None:
+    side = Side(replace(CONFIG, max_reroutes=1))
+    for link, peer in enumerate("def", 1):
+        side.up(link, peer)
+    key = side.streaming(to=["d", "e", "f"])
+    side.lose()
+    side.hear(wire.Accept(1, 2), link=2)
+    side.ready(key, 0)
+    side.stage()
+    side.take()
+    silence(side, CONFIG.reroute_timeout + 3 * CONFIG.beat_interval)
+    assert not side.taken(Ended)
+    assert side.core.slots_in_use == 1
+
+
 def test_a_silent_candidate_is_passed_over(side: Side) -> None:
     side.send(to=WHERE)
     side.take()
