@@ -457,7 +457,7 @@ class Destination:
         stream.phase = Phase.STREAMING
         stream.lost = None
         shared.timers.cancel(Timer.RESUME, stream.key)
-        shared.commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch, resumed=True))
+        shared.commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch, stream.tokens, resumed=True))
         first_token = min(stream.tokens, stream.first_block * shared.block_tokens)
         shared.transmit(link, wire.Accept(stream.num, stream.epoch, first_token, list(stream.expected)))
 

@@ -381,7 +381,7 @@ class Source:
             resent = stream.accepted(frame.first_token)
             stream.incarnation = link.incarnation
         stream.stepped = now
-        commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch, resent, resumed > 0))
+        commands.append(Accepted(stream.key, link.peer, link.id, stream.epoch, resent=resent, resumed=resumed > 0))
         self._continue(stream)
 
     def on_end(self, now: float, link: Link, frame: wire.End) -> None:

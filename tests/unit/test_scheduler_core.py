@@ -105,7 +105,9 @@ class Side:
         peer = self.core._shared.links[link].peer
         self.cut(link)
         self.core.replaced(self.now, peer, None)
-        if Dial(peer) in self.taken(Dial):
+        dials = self.taken(Dial)
+        self._commands += [dial for dial in dials if dial.peer != peer]
+        if Dial(peer) in dials:
             self.core.link_failed(self.now, peer, PeerLost("connection refused"))
 
     def cut(self, link: int = 1) -> None:

@@ -207,7 +207,7 @@ def test_a_destination_keeps_what_it_has_for_its_source(side: Side) -> None:
     assert not side.sent()  # something may still be written into its blocks
     side.core.moved(side.now, late)
     assert side.sent() == [wire.Accept(1, 2, 0, [2, 0])]
-    assert side.one(Accepted) == Accepted(key, "src", 2, 2, resumed=True)
+    assert side.one(Accepted) == Accepted(key, "src", 2, 2, tokens=8, resumed=True)
     side.hear(wire.Ready(1, 2, 0, 1, 0, 2, 0, 7), link=2)
     side.hear(wire.End(1, 2, "done", chunks=1, payload=b"pay"), link=2)
     side.move()
