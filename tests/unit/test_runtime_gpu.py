@@ -532,9 +532,10 @@ async def test_a_source_that_is_lost_while_the_device_writes(cluster: Cluster, c
             cupy.hold()
             tx.layer_ready(0)
             await until_scattering(cupy, rx)
+            cluster.cut_off(destination)
             cluster.network.break_link(cluster.network.connections[0])
-            await turns()
-            assert tx.ended and not rx.ended
+            await until(lambda: tx.ended)
+            assert not rx.ended
             cupy.release()
             async with asyncio.timeout(5):
                 with pytest.raises(KVStreamError):
