@@ -18,7 +18,6 @@ from kvstream import (
     DeadlineExceeded,
     KVPool,
     KVStreamError,
-    PeerLost,
     Runtime,
     RuntimeConfig,
 )
@@ -492,7 +491,7 @@ async def test_closing_waits_for_what_the_device_writes(cluster: Cluster, cupy: 
             tx.layer_ready(1)
             await until_scattering(cupy, rx)
             if lost:
-                # Then the scheduler has nothing to wait for.
+                # Then the stream is suspended, for its source to come back to, which has to wait for the device too.
                 cluster.network.break_link(cluster.network.connections[0])
                 await turns(5)
             closing = asyncio.create_task(destination.aclose())
@@ -533,9 +532,10 @@ async def test_a_source_that_is_lost_while_the_device_writes(cluster: Cluster, c
             cupy.hold()
             tx.layer_ready(0)
             await until_scattering(cupy, rx)
+            cluster.cut_off(destination)
             cluster.network.break_link(cluster.network.connections[0])
-            await turns()
-            assert tx.ended and not rx.ended
+            await until(lambda: tx.ended)
+            assert not rx.ended
             cupy.release()
             async with asyncio.timeout(5):
                 with pytest.raises(KVStreamError):
