@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -28,6 +28,7 @@ from kvstream.discovery.control import (
     OperationType,
     PeerStats,
     PushReply,
+    RerouteReply,
     StateReply,
     StreamRecord,
     StreamsReply,
@@ -219,8 +220,9 @@ class Control:
     async def _cancel(self, request: ToStream) -> CancelReply:
         return CancelReply(cancelled=self._runtime.cancel(request.stream, "cancelled by an order"))
 
-    async def _reroute(self, request: ToReroute) -> NoReturn:
-        raise ConfigError("operation", f"{self._runtime.worker} can't reroute {request.stream!r}: not in this version")
+    async def _reroute(self, request: ToReroute) -> RerouteReply:
+        self._runtime.reroute(request.stream, request.to)
+        return RerouteReply(stream=request.stream)
 
     async def _fetch(self, request: ToPush) -> PushReply:
         report = await self._runtime.push(request.stream, request.to)

@@ -638,3 +638,33 @@ async def test_events_of_an_outage_are_counted_and_hold_nothing_up(cluster: Clus
     with pytest.raises(BrokerUnavailable):
         cluster.hub.stop()
         await client.info("decode-0")
+
+
+async def test_a_stream_is_rerouted_by_its_name(cluster: Cluster, client: ControlClient) -> None:
+    source, destination = await pair(cluster)
+    other = await cluster.worker("decode-1")
+    other.on_offer(take)
+    await known(client, 3)
+    async with client.events("rerouted") as events, Stream(source, destination) as stream:
+        await client.reroute("r", "decode-1")
+        event = await seen(events)
+        assert isinstance(event, StreamRerouted)
+        assert (event.peer, event.epoch) == ("decode-1/0", 2)
+        for layer in range(1, LAYOUT.layers):
+            stream.tx.layer_ready(layer)
+        assert (await stream.tx.done()).peer == "decode-1/0"
+
+
+async def test_a_drain_at_its_end_sends_streams_elsewhere(cluster: Cluster) -> None:
+    source, destination = await pair(cluster)
+    other = await cluster.worker("decode-1")
+    other.on_offer(take)
+    destination.on_offer(take)
+    async with source.send("r", blocks=[1], tokens=TOKENS, to=["decode-0", "decode-1"]) as tx:
+        tx.layer_ready(0)
+        while not tx.peer:
+            await asyncio.sleep(0)
+        assert (await destination.drain(0)).cancelled == 1
+        for layer in range(1, LAYOUT.layers):
+            tx.layer_ready(layer)
+        assert (await tx.done()).peer == "decode-1/0"
