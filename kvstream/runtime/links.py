@@ -495,6 +495,7 @@ def _listens_at(address: DataAddress) -> ListenAddress:
         host_id=address.host_id,
         scope=address.scope,
         get_port=address.get_port,
+        device=address.device,
     )
 
 
