@@ -100,7 +100,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
     hold_ttl: float = 60.0
     """How long a stream is held for which no time was named."""
     max_reroutes: int = 8
-    """How often a stream that was accepted goes on after a loss: elsewhere, or by a new connection."""
+    """How often a stream that was accepted goes on after a loss: elsewhere, or by a new connection. 0: never."""
     offer_wait: float = 10.0
     """How long an offer waits for an answer before it is refused."""
     reservation_timeout: float = 60.0
@@ -155,7 +155,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(value, bool) or not isinstance(value, int if field.type is int else int | float):
                 kind = "an integer" if field.type is int else "a number"
                 raise ConfigError(field.name, f"must be {kind}, is {value!r}")
-            if field.name == "device_staging" and value == 0:
+            if field.name in ("device_staging", "max_reroutes") and value == 0:
                 continue
             if not 0 < value < math.inf:
                 raise ConfigError(field.name, f"must be finite and greater than zero, is {value}")
