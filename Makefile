@@ -15,7 +15,7 @@ demo: $(VENV)/.demo
 	$(BIN)/kvstream demo $(DEMO_ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python tools/run_tests.py $(TEST_ARGS)
 
 # 1,000 simulated clusters under harsh faults, on all cores. SIM_ARGS replaces what is run: SIM_ARGS="--seed 7 --json".
 SIM_ARGS ?= --seeds 0..999 --workers 8 --streams 40 --faults harsh
