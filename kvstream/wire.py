@@ -30,6 +30,7 @@ __all__ = [
     "MAX_SHARE",
     "MAX_STREAM_ID",
     "MIN_VERSION",
+    "RESUMES",
     "TOKEN_BYTES",
     "VERSION",
     "Accept",
@@ -58,6 +59,8 @@ VERSION = 2
 """The newest protocol version this code speaks. It also speaks the one before, where there is one. 2: Fetch, and that
 streams resume."""
 MIN_VERSION = max(1, VERSION - 1)
+RESUMES = 2
+"""The version that brought offers that resume."""
 
 MAX_MESSAGE = 8192
 MAX_NAMED = 256
@@ -151,7 +154,8 @@ class Offer(_Frame, tag=5, frozen=True):
     """Source: take this stream. `deadline` is what is left of it, in seconds, at the time of sending; `share` the class
     that its work is counted to; `fetch` the token of the Fetch that it answers, empty where nobody asked for it. With
     `resumes` it is not new: the destination had it under that epoch, on a connection that was lost, and is to go on
-    with it (version 2 on)."""
+    with it (version 2 on). `copy` is 0 for a stream, and else tells copies of what is held apart, of which several may
+    go out under one name."""
 
     num: U32
     epoch: U32
@@ -163,6 +167,7 @@ class Offer(_Frame, tag=5, frozen=True):
     share: Short = ""
     fetch: Token = b""
     resumes: U32 = 0
+    copy: U63 = 0
 
 
 class Accept(_Frame, tag=6, frozen=True):

@@ -361,6 +361,7 @@ class Links:
             outgoing=False,
             slots=connection.slots,
             slot_blocks=0,
+            version=version,
             incarnation=link.incarnation,
         )
         self._driver.pump()

@@ -263,12 +263,12 @@ class Streams:
     def cancel_named(self, name: str, reason: str) -> int:
         """Cancel the streams of this id, of either direction; how many. Raises UnknownStream."""
         self.check_here("cancel")
-        keys = [key for key, session in self._sessions.items() if session.stream == name]
-        if not keys:
+        sessions = [session for session in self._sessions.values() if session.stream == name]
+        if not sessions:
             raise UnknownStream("stream", f"{name!r} is not live on this worker; it may have ended")
-        for key in keys:
-            self.cancel(key, reason)
-        return len(keys)
+        for session in sessions:
+            session.cancel(reason)
+        return len(sessions)
 
     def refuse_new(self, error: Refused | None) -> None:
         """Take no new streams, and refuse the offers that wait, with this error; None: take them again."""

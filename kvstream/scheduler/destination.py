@@ -178,7 +178,8 @@ class Destination:
     def fail_waiting(self, now: float, names: Sequence[str], error: KVStreamError) -> None:
         for name in names:
             stream = self._names.get(name)
-            if stream is not None and stream.phase is Phase.WAITING:
+            # What is being fetched hears from its holder.
+            if stream is not None and stream.phase is Phase.WAITING and stream.fetching is None:
                 self._end(now, stream, about(error, name))
 
     # ------------------------------------------------------------------ time
@@ -224,7 +225,7 @@ class Destination:
         for offer in list(link.offers.values()):
             self._withdraw(offer, error)
         for stream in list(link.inbound.values()):
-            if isinstance(error, PeerLost):
+            if isinstance(error, PeerLost) and link.version >= wire.RESUMES:
                 self._suspend(now, stream, error)
             else:
                 self._end(now, stream, about(error, stream.name))
@@ -414,18 +415,22 @@ class Destination:
 
     def _outdated(self, link: Link, frame: wire.Offer, stream: Inbound) -> bool:
         """Whether the source of a live stream offers it anew, under a later epoch."""
-        return stream.link is not link and self._same_source(link, stream) and frame.epoch > stream.epoch
+        return stream.link is not link and self._same_stream(link, frame, stream) and frame.epoch > stream.epoch
 
-    def _same_source(self, link: Link, stream: Inbound) -> bool:
+    def _same_stream(self, link: Link, frame: wire.Offer, stream: Inbound) -> bool:
+        """Whether what is offered is the very one that is received here: names are not enough, a source may send copies
+        of one name side by side, each with epochs of its own."""
         bound = stream.phase is not Phase.WAITING
-        return bound and (stream.peer, stream.incarnation) == (link.peer, link.incarnation)
+        here = stream.peer, stream.incarnation, stream.copy
+        return bound and here == (link.peer, link.incarnation, frame.copy)
 
     def _on_resume(self, now: float, link: Link, frame: wire.Offer, stream: Inbound | None) -> None:
         """The source of a stream comes back to it on a new connection."""
         shared = self._shared
         if (
             stream is None
-            or not self._same_source(link, stream)
+            or not self._same_stream(link, frame, stream)
+            or stream.link is link  # what is live on this very connection was not lost
             or not frame.resumes <= stream.epoch < frame.epoch  # between: our word on an earlier try was lost
             or stream.tokens != frame.tokens
             or stream.layers > wire.MAX_RESUMED
@@ -557,6 +562,7 @@ class Destination:
         stream.link = link
         stream.peer = link.peer
         stream.incarnation = link.incarnation
+        stream.copy = offer.frame.copy
         stream.num = offer.frame.num
         stream.epoch = offer.frame.epoch
         stream.phase = Phase.STREAMING
@@ -676,6 +682,9 @@ class Destination:
         if waiting is not None:
             if waiting.phase is Phase.WAITING:
                 return None
+            if waiting.phase is Phase.SUSPENDED:
+                wait = self._shared.config.resume_timeout
+                return Refused(f"{frame.stream!r} of {waiting.peer} may still be resumed here", retry_after=wait)
             return ConfigError("stream", f"{frame.stream!r} is already being received from {waiting.peer}")
         if self._shared.draining is not None:
             return self._shared.draining

@@ -104,6 +104,8 @@ class Inbound:
     peer: str | None = None
     incarnation: str = ""
     """Of the source."""
+    copy: int = 0
+    """Which of the copies that the source sends under this name; 0: none of them, the stream itself."""
     link: Link | None = None
     num: int = 0
     lost: KVStreamError | None = None

@@ -35,8 +35,6 @@ __all__ = ["Source"]
 
 _REDIAL = 0.05
 """Seconds between two tries to reach a destination to which there is no way at present."""
-_RESUMES = 2
-"""The protocol version that brought offers that resume."""
 _ELSEWHERE = (Refused, Fenced, PeerLost)
 """A destination that ends a stream for one of these is not able to go on with it, but another may be."""
 
@@ -440,7 +438,7 @@ class Source:
         """There is a connection with the stream's peer."""
         if stream.resumes and link.incarnation != stream.incarnation:
             self._lost(now, stream, PeerLost(f"{link.peer} was replaced by a newer incarnation"))
-        elif stream.resumes and link.version < _RESUMES:
+        elif stream.resumes and link.version < wire.RESUMES:
             self._lost(now, stream, PeerLost(f"{link.peer} speaks a protocol that knows no resuming"))
         else:
             self._offer(now, stream, link)
@@ -588,6 +586,7 @@ class Source:
             stream.group[0],
             stream.fetch,
             stream.resumes,
+            stream.key if stream.copy else 0,
         )
         self._shared.transmit(link, frame)
 

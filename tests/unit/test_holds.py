@@ -826,3 +826,15 @@ async def test_holds_are_listed_least_recently_used_first(cluster: Cluster) -> N
     await asker.fetch("r0", blocks=[0], source="cache-0")
     assert [hold.stream for hold in holder.stats().holds] == ["r1", "r2", "r0"]
     assert len(holder._streams.holds) == 3
+
+
+async def test_what_an_order_cancels_is_not_held(cluster: Cluster) -> None:
+    holder, asker = await pair(cluster)
+    async with asker.receive("r", blocks=ASKED, tokens=TOKENS):
+        async with holder.send("r", blocks=HELD, tokens=TOKENS, to="decode-0", hold=30) as tx:
+            for layer in range(LAYOUT.layers):
+                tx.layer_ready(layer)
+            assert holder.cancel("r") == 1
+            with pytest.raises(Cancelled):
+                await tx._report()
+        assert holder.stats().holds == ()

@@ -298,3 +298,12 @@ def test_a_retry_after_beyond_what_a_frame_can_say_is_cut() -> None:
     (refusal,) = side.sent()
     assert isinstance(refusal, wire.Refuse)
     assert refusal.retry_after == wire.MAX_SECONDS
+
+
+def test_a_fetch_does_not_end_by_the_word_of_a_third() -> None:
+    side = Asker()
+    side.asked("d")
+    side.core.fail_waiting(side.now, ["s"], ConfigError("layout", "differs"))
+    assert side.taken(Ended) == []
+    side.offer()
+    assert len(side.taken(Accepted)) == 1

@@ -398,3 +398,46 @@ def test_a_late_failure_of_a_read_does_not_touch_the_next_epoch(side: Side) -> N
     side.core.move_failed(side.now, late, Corrupted("late"))
     assert not side.taken(Ended)
     assert side.sent() == [wire.Accept(1, 2, 0, [0, 0])]
+
+
+# ---------------------------------------------------------------------- copies under one name
+
+
+def test_another_copy_of_the_name_does_not_take_a_stream_over(side: Side) -> None:
+    """Or the bytes of two copies, perhaps of different KV, would be mixed in one stream that is done."""
+    side.receiving()
+    side.cut()
+    side.up(2, "src", outgoing=False)
+    side.hear(replace(BACK, copy=7), link=2)
+    (refusal,) = side.sent()
+    assert isinstance(refusal, wire.Refuse)
+    assert "nothing to resume" in refusal.message
+    side.hear(replace(BACK, num=2), link=2)
+    assert side.sent() == [wire.Accept(2, 2, 0, [0, 0])]
+
+
+def test_a_later_epoch_of_another_copy_does_not_end_a_stream(side: Side) -> None:
+    side.receiving()
+    side.cut()
+    side.up(2, "src", outgoing=False)
+    side.hear(wire.Offer(1, 2, "s", 8, 10.0, copy=7), link=2)
+    (refusal,) = side.sent()
+    assert isinstance(refusal, wire.Refuse)
+    assert (refusal.code, refusal.retry_after) == ("refused", 0.5)
+    assert side.taken(Ended) == []
+
+
+def test_what_is_live_on_a_connection_is_not_resumed_by_it(side: Side) -> None:
+    side.receiving()
+    side.hear(replace(BACK, num=2))
+    (refusal,) = side.sent()
+    assert isinstance(refusal, wire.Refuse)
+    assert side.taken(Drop) == [] and side.taken(Ended) == []
+
+
+def test_a_source_of_an_older_version_is_not_waited_for(side: Side) -> None:
+    side.core.link_up(side.now, 1, "src", outgoing=False, slots=2, slot_blocks=2, version=1)
+    side.receive()
+    side.hear(wire.Offer(1, 1, "s", 8, 10.0))
+    side.cut()
+    assert isinstance(side.one(Ended).error, PeerLost)
